@@ -1,0 +1,38 @@
+# Flags every target shares, and one function that makes a folder of src/ a library with its tests.
+
+add_library(agoq_flags INTERFACE)
+target_compile_features(agoq_flags INTERFACE cxx_std_20)
+target_include_directories(agoq_flags INTERFACE ${CMAKE_SOURCE_DIR}/src)
+target_compile_options(agoq_flags INTERFACE
+  -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Werror=return-type
+  # Codes are the same bytes on every backend: no contraction into FMAs, no fast-math.
+  -ffp-contract=off -fno-math-errno
+  $<$<CONFIG:Release>:-O3>)
+target_link_libraries(agoq_flags INTERFACE fmt::fmt OpenMP::OpenMP_CXX Threads::Threads)
+if(AGOQ_SANITIZE)
+  target_compile_options(agoq_flags INTERFACE -fsanitize=${AGOQ_SANITIZE} -fno-omit-frame-pointer -g
+    -fno-sanitize-recover=all)
+  target_link_options(agoq_flags INTERFACE -fsanitize=${AGOQ_SANITIZE})
+  target_compile_definitions(agoq_flags INTERFACE AGOQ_SANITIZED=1)
+endif()
+
+# agoq_library(<folder> <libraries to the left>...): src/<folder>/*.cpp as the library agoq_<folder>;
+# src/<folder>/*_test.cpp as the test program <folder>_test.
+function(agoq_library folder)
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp)
+  set(tests ${sources})
+  list(FILTER sources EXCLUDE REGEX "_test\\.cpp$")
+  list(FILTER tests INCLUDE REGEX "_test\\.cpp$")
+  if(sources)
+    add_library(agoq_${folder} STATIC ${sources})
+    target_link_libraries(agoq_${folder} PUBLIC agoq_flags ${ARGN})
+  else()
+    add_library(agoq_${folder} INTERFACE)
+    target_link_libraries(agoq_${folder} INTERFACE agoq_flags ${ARGN})
+  endif()
+  if(AGOQ_TESTS AND tests)
+    add_executable(${folder}_test ${tests})
+    target_link_libraries(${folder}_test PRIVATE agoq_${folder} GTest::gtest GTest::gtest_main)
+    gtest_discover_tests(${folder}_test DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600)
+  endif()
+endfunction()

@@ -1,0 +1,207 @@
+// Backend: every operation the engine needs, declared once.
+//
+// Conventions
+//   * Tensors are contiguous. N is the number of tokens of a micro-batch (its sequences one after
+//     another), H the hidden size, I the feed-forward size, V the vocabulary.
+//   * Floating-point tensors are FP32 or BF16 (FP64 for tests); "compute type" below is FP32, or
+//     FP64 when the tensors are FP64. BF16 operands are widened, sums are in the compute type.
+//   * A *plain* operation is pure virtual. A *fused* one has a default body of plain ones, which is
+//     its specification and the CPU's path; a backend may override it.
+//   * A saved activation comes as a QuantTensor; an exact format is one case of it.
+//   * A tensor that is marked optional may be left default-constructed.
+//   * Shapes are checked: a mismatch throws Error naming the operation.
+//   * On a measuring context (arenas that only measure) operations take their workspace and compute
+//     nothing.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "backend/context.h"
+#include "core/memory.h"
+#include "core/tensor.h"
+#include "quant/quant_counters.h"
+#include "quant/quant_tensor.h"
+
+namespace agoq {
+
+enum class NormKind : std::uint8_t {
+  kRmsNorm,    // y = x / sqrt(mean(x^2) + eps) * weight
+  kLayerNorm,  // y = (x - mean(x)) / sqrt(var(x) + eps), no parameters (OLMo)
+};
+
+enum class Transpose : bool { kNo, kYes };
+
+/// Heads of the interleaved QKV tensor [N, (heads + 2 kv_heads) * head_size]: all query heads, then
+/// all key heads, then all value heads. heads is a multiple of kv_heads.
+struct AttentionShape {
+  int heads = 0;
+  int kv_heads = 0;
+  int head_size = 0;
+  std::int64_t qkv_width() const { return std::int64_t{heads + 2 * kv_heads} * head_size; }
+  std::int64_t output_width() const { return std::int64_t{heads} * head_size; }
+};
+
+/// Cumulative document lengths: document d holds tokens [starts[d], starts[d + 1]); a token attends
+/// to itself and to earlier tokens of its document only. starts[0] = 0, starts[count] = N.
+struct Documents {
+  Tensor starts;             // int32 [count + 1], backend memory
+  std::int64_t count = 0;
+  std::int64_t longest = 0;  // tokens; an upper bound will do
+};
+
+/// How the weights that the optimizer updates are held.
+enum class MasterKind : std::uint8_t {
+  kNone,       // the weight is its own master; a BF16 weight is rounded stochastically
+  kFp32,       // an FP32 copy; the BF16 weight is it rounded half away from zero
+  kRemainder,  // BF16 weight + int16 remainder = the FP32 master, exactly
+};
+
+struct AdamwTensors {
+  Tensor weight;         // model type, [rows, columns]
+  Tensor master;         // FP32 (kFp32), int16 (kRemainder) or not given (kNone)
+  QuantTensor gradient;  // the main gradient: any format
+  QuantTensor first_moment;
+  QuantTensor second_moment;
+};
+
+/// One AdamW step with decoupled decay (Loshchilov & Hutter, 2019); scalars of the whole step.
+struct AdamwStep {
+  MasterKind master = MasterKind::kNone;
+  double learning_rate = 0;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double epsilon = 1e-8;
+  double weight_decay = 0;    // 0 for parameters without decay
+  double gradient_scale = 1;  // clip factor / valid tokens of the global step
+  std::int64_t step = 1;      // 1 at the first update: bias correction
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::string_view name() const = 0;         // "cpu", "cuda"
+  virtual std::string description() const = 0;       // one line for `agoq info`
+  virtual Allocator& allocator() = 0;
+
+  // --- data movement ---
+  virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;
+  /// Converts between floating-point types (nearest even); other types must be equal.
+  virtual void copy(const Context&, const Tensor& source, const Tensor& destination) = 0;
+  /// From and to host memory, bytes as they are; read waits for the stream.
+  virtual void upload(const Context&, const void* source, std::byte* destination, std::size_t bytes) = 0;
+  virtual void read(const Context&, const std::byte* source, void* destination, std::size_t bytes) = 0;
+  /// sum = a + b, element-wise; sum may be a or b.
+  virtual void add(const Context&, const Tensor& a, const Tensor& b, const Tensor& sum) = 0;
+
+  // --- matrices ---
+  /// c = op(a) op(b) (+ c if accumulate), row-major matrices [rows(), width()]; op transposes on request.
+  virtual void matmul(const Context&, const Tensor& a, Transpose transpose_a, const Tensor& b,
+                      Transpose transpose_b, const Tensor& c, bool accumulate = false) = 0;
+
+  // --- embedding ---
+  /// out[n] = table[tokens[n]].  tokens int32 [N], table [V, H], out [N, H].
+  virtual void embedding_forward(const Context&, const Tensor& tokens, const Tensor& table,
+                                 const Tensor& out) = 0;
+  /// Adds, for each token id present, the sum over its positions (in order) of dout to that row of
+  /// the main gradient dtable [V, H]; other rows are not touched. counters: see quantize.
+  virtual void embedding_backward(const Context&, const Tensor& tokens, const Tensor& dout,
+                                  const QuantTensor& dtable, const RandomKey& key,
+                                  const Tensor& counters) = 0;
+
+  // --- normalisation ---
+  /// y = norm(x).  x, y [N, H]; weight [H], not given for kLayerNorm; rstd optional, [N] compute type.
+  virtual void norm_forward(const Context&, NormKind, const Tensor& x, const Tensor& weight,
+                            double epsilon, const Tensor& y, const Tensor& rstd) = 0;
+  /// dx += J^T dy; dweight += (fp32 or fp64 [H], not given for kLayerNorm). rstd optional: recomputed
+  /// from x when not given.
+  virtual void norm_backward(const Context&, NormKind, const Tensor& dy, const Tensor& x,
+                             const Tensor& weight, double epsilon, const Tensor& rstd,
+                             const Tensor& dx, const Tensor& dweight) = 0;
+
+  // --- rotary position embedding ---
+  /// Rotates the query and key heads of qkv in place: pairs (i, i + head_size / 2) by the angle whose
+  /// cosine and sine are table[position][i] = (cos, sin); inverse rotates back (the backward pass).
+  /// table: compute type [positions, head_size / 2, 2]; positions int32 [N].
+  virtual void rope(const Context&, const AttentionShape&, const Tensor& qkv, const Tensor& positions,
+                    const Tensor& table, bool inverse) = 0;
+
+  // --- attention ---
+  /// Causal softmax(q k^T / sqrt(head_size)) v within documents.  qkv [N, qkv_width], out
+  /// [N, output_width], log_sum_exp compute type [N, heads].
+  virtual void attention_forward(const Context&, const AttentionShape&, const Tensor& qkv,
+                                 const Documents&, const Tensor& out, const Tensor& log_sum_exp) = 0;
+  virtual void attention_backward(const Context&, const AttentionShape&, const Tensor& dout,
+                                  const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                                  const Documents&, const Tensor& dqkv) = 0;
+
+  // --- gated activation ---
+  /// hidden = silu(gate) * up.  gate_up [N, 2I]: gate then up; hidden [N, I].
+  virtual void swiglu_forward(const Context&, const Tensor& gate_up, const Tensor& hidden) = 0;
+  /// dgate_up from dhidden; recomputes hidden too if given.
+  virtual void swiglu_backward(const Context&, const Tensor& dhidden, const Tensor& gate_up,
+                               const Tensor& dgate_up, const Tensor& hidden) = 0;
+
+  // --- loss ---
+  /// token_loss[c] = weight[c] * (log sum exp(logits[c]) - logits[c][target[c]]); with_gradient replaces
+  /// logits by the gradient of the sum of token_loss.  logits compute type [C, V]; targets int32 [C];
+  /// weights fp32 [C]; token_loss compute type [C]. Rows of weight 0 have loss 0 and gradient 0.
+  virtual void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets,
+                             const Tensor& weights, const Tensor& token_loss, bool with_gradient) = 0;
+
+  // --- reductions ---
+  /// total[0] = sum of x in double precision, in element order.  total fp64 [1].
+  virtual void sum(const Context&, const Tensor& x, const Tensor& total) = 0;
+  /// total[0] = sum of squares of what x decodes to, in double precision.
+  virtual void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) = 0;
+
+  // --- formats ---
+  /// destination = quantised source.  source [rows(), width()] matches destination's grid. key is used
+  /// by stochastic rounding only (element index = row * row_length + column). counters: optional,
+  /// int64 [kQuantCounters], added to.
+  virtual void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
+                        const RandomKey& key, const Tensor& counters) = 0;
+  virtual void dequantize(const Context&, const QuantTensor& source, const Tensor& destination) = 0;
+  /// main = quantised(dequantised(main) + addend), with fresh block scales.
+  virtual void accumulate(const Context&, const Tensor& addend, const QuantTensor& main,
+                          const RandomKey& key, const Tensor& counters) = 0;
+
+  // --- optimizer ---
+  /// One AdamW update in a single pass; no FP32 gradient or moment of a whole tensor exists.
+  virtual void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
+                            const RandomKey& key) = 0;
+
+  // --- fused operations; each default body is the specification ---
+  /// x += delta (optional); saved = quantised x (optional); y = norm(x); rstd optional.
+  virtual void residual_norm_forward(const Context&, NormKind, const Tensor& x, const Tensor& delta,
+                                     const Tensor& weight, double epsilon, const Tensor& y,
+                                     const Tensor& rstd, const QuantTensor& saved,
+                                     const RandomKey& key, const Tensor& counters);
+  /// y = norm(x) from the saved x.
+  virtual void norm_forward_saved(const Context&, NormKind, const QuantTensor& x, const Tensor& weight,
+                                  double epsilon, const Tensor& y);
+  virtual void norm_backward_saved(const Context&, NormKind, const Tensor& dy, const QuantTensor& x,
+                                   const Tensor& weight, double epsilon, const Tensor& rstd,
+                                   const Tensor& dx, const Tensor& dweight);
+  /// hidden = silu(gate) * up; saved = quantised gate_up (optional).
+  virtual void swiglu_forward_save(const Context&, const Tensor& gate_up, const Tensor& hidden,
+                                   const QuantTensor& saved, const RandomKey& key,
+                                   const Tensor& counters);
+  virtual void swiglu_backward_saved(const Context&, const Tensor& dhidden, const QuantTensor& gate_up,
+                                     const Tensor& dgate_up, const Tensor& hidden);
+  /// main += dy^T x: the weight gradient of y = x w^T, dy [N, rows], x [N, columns].
+  virtual void accumulate_weight_gradient(const Context&, const Tensor& dy, const Tensor& x,
+                                          const QuantTensor& main, const RandomKey& key,
+                                          const Tensor& counters);
+
+ protected:
+  /// The exact tensor behind `saved` if its type is `type`, else a dequantised copy in the workspace.
+  Tensor materialise(const Context&, const QuantTensor& saved, ElementType type);
+};
+
+/// The CPU backend, in the build for the best instruction set this machine has.
+Backend& cpu_backend();
+
+}  // namespace agoq

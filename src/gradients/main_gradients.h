@@ -1,0 +1,63 @@
+// MainGradients: the gradient of the sum of token losses over the micro-batches of a step, held in
+// the configured format (8-bit blocks by default, FP32 and BF16 as settings).
+//
+// Every micro-batch is added in higher precision and requantised with fresh block scales
+// (QuanGrad's local accumulation). One-dimensional parameters keep FP32. In 8-bit mode a gradient
+// in higher precision exists for one parameter at a time, in the workspace.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "core/memory.h"
+#include "gradients/parameter.h"
+#include "quant/format.h"
+
+namespace agoq {
+
+struct GradientConfig {
+  QuantFormat format{Code::kE4m3, 128, ScaleType::kFp32, Rounding::kNearest};
+};
+
+class MainGradients {
+ public:
+  /// One main gradient per parameter, in `arena`. model_type decides the type of vectors' gradients.
+  MainGradients(Arena& arena, std::vector<Parameter> parameters, const GradientConfig& config,
+                ElementType model_type);
+
+  /// Sets all gradients and counters to zero: the start of a step.
+  void zero(const Context&);
+  /// += dy^T x.  dy [N, rows], x [N, columns].
+  void add_weight_gradient(const Context&, std::size_t parameter, const Tensor& dy, const Tensor& x);
+  /// += addend [rows, columns].
+  void add(const Context&, std::size_t parameter, const Tensor& addend);
+  /// += the rows of the tokens present.  tokens int32 [N], dout [N, columns].
+  void add_embedding(const Context&, std::size_t parameter, const Tensor& tokens, const Tensor& dout);
+  /// The gradient of a one-dimensional parameter, to be added to directly.
+  Tensor vector(std::size_t parameter) const;
+
+  const QuantTensor& gradient(std::size_t parameter) const { return gradients_[parameter]; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  std::size_t bytes() const { return bytes_; }
+
+  /// Square root of the sum of squares over all parameters, times `scale`; partial sums in double
+  /// precision, in parameter order. Throws Error naming the parameter when one is not finite.
+  double norm(const Context&, double scale) const;
+
+  struct NamedCounts {
+    std::string name;
+    QuantCounts counts;
+  };
+  /// Parameters that counted anything since zero().
+  std::vector<NamedCounts> read_counters(const Context&) const;
+
+ private:
+  std::vector<Parameter> parameters_;
+  std::vector<QuantTensor> gradients_;
+  Tensor counters_;  // int64 [parameters, kQuantCounters]
+  Tensor sums_;      // fp64 [parameters]
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace agoq
