@@ -201,6 +201,9 @@ class Backend {
   Tensor materialise(const Context&, const QuantTensor& saved, ElementType type);
 };
 
+/// A row of counters, read back.
+QuantCounts read_counts(const Context&, const Tensor& counters);
+
 /// The CPU backend, in the build for the best instruction set this machine has.
 Backend& cpu_backend();
 
