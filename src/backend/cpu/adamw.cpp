@@ -65,15 +65,13 @@ void lift_underflow(const QuantTensor& second, T* row) {
     for (std::int64_t block = 0; block < segment; block += second.format.block) {
       const std::int64_t count = std::min<std::int64_t>(second.format.block, segment - block);
       T* const x = row + begin + block;
-      constexpr int kLanes = 16;
-      T lane[kLanes] = {};
-      std::int64_t i = 0;
-      for (; i + kLanes <= count; i += kLanes) {
-        for (int l = 0; l < kLanes; ++l) lane[l] = lane[l] < x[i + l] ? x[i + l] : lane[l];
+      // Non-negative FP32 numbers are ordered like their bits, whose maximum the compiler vectorises.
+      std::int32_t absmax_bits = 0;
+      for (std::int64_t i = 0; i < count; ++i) {
+        absmax_bits = std::max(absmax_bits, std::bit_cast<std::int32_t>(static_cast<float>(x[i])));
       }
-      for (; i < count; ++i) lane[0] = std::max(lane[0], x[i]);
-      const T least = *std::max_element(lane, lane + kLanes) * static_cast<T>(kSmallestUnsignedLevel);
-      for (i = 0; i < count; ++i) x[i] = x[i] > T{0} && x[i] < least ? least : x[i];
+      const T least = static_cast<T>(std::bit_cast<float>(absmax_bits) * kSmallestUnsignedLevel);
+      for (std::int64_t i = 0; i < count; ++i) x[i] = x[i] > T{0} && x[i] < least ? least : x[i];
     }
   }
 }
@@ -120,7 +118,7 @@ void store_master(const AdamwTensors& tensors, MasterKind kind, std::int64_t row
       std::int16_t* __restrict remainder = tensors.master.as<std::int16_t>() + row * width;
       for (std::int64_t i = 0; i < width; ++i) {
         const SplitMaster split = split_master(master[i]);
-        weight[i] = split.weight;
+        weight[i].bits = split.weight.bits;  // whole structs are not vectorised
         remainder[i] = split.remainder;
       }
       return;
