@@ -12,11 +12,11 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <tuple>
 #include <utility>
 
 #include "checkpoint/durable_file.h"
+#include "checkpoint/strict_json.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -48,54 +48,6 @@ constexpr std::uint64_t kLengthBytes = 8;
 constexpr std::uint64_t kLargestHeader = 100'000'000;
 // An object of tensors, an object per tensor, and its arrays.
 constexpr int kDeepestHeader = 3;
-
-// Rejects what the parser would accept and the format does not: a name that is given twice (the
-// parser would keep the last) and nesting that no header has (before it costs memory).
-class HeaderGuard {
- public:
-  explicit HeaderGuard(const std::string& path) : path_(path) {}
-
-  bool operator()(int depth, Json::parse_event_t event, const Json& parsed) {
-    switch (event) {
-      case Json::parse_event_t::object_start:
-      case Json::parse_event_t::array_start:
-        check_input(depth < kDeepestHeader,
-                    "'{}' is not a safetensors file: its header is nested more than {} levels deep",
-                    path_, kDeepestHeader);
-        if (event == Json::parse_event_t::object_start) keys_.emplace_back();
-        break;
-      case Json::parse_event_t::object_end:
-        keys_.pop_back();
-        break;
-      case Json::parse_event_t::key: {
-        const auto& key = parsed.get_ref<const std::string&>();
-        check_input(keys_.back().insert(key).second,
-                    "the header of '{}' has '{}' twice: write the file again with unique names", path_,
-                    printable(key));
-        break;
-      }
-      default:
-        break;
-    }
-    return true;
-  }
-
- private:
-  const std::string& path_;
-  std::vector<std::set<std::string>> keys_;
-};
-
-Json parse_header(const std::string& path, const std::string& header) {
-  try {
-    HeaderGuard guard(path);
-    return Json::parse(header, std::ref(guard));
-  } catch (const Json::exception& error) {
-    // Its text may quote the file; only what kind of error it is goes on.
-    const auto* syntax = dynamic_cast<const Json::parse_error*>(&error);
-    fail_input("'{}' is not a safetensors file: its header is not JSON (at byte {}); copy it again",
-               path, kLengthBytes + (syntax == nullptr ? 0 : syntax->byte));
-  }
-}
 
 /// The non-negative integer in `value`, if it is one that int64 holds.
 std::optional<std::int64_t> extent_of(const Json& value) {
@@ -228,7 +180,7 @@ SafetensorsReader::SafetensorsReader(SafetensorsReader&& other) noexcept
 
 void SafetensorsReader::parse(const std::string& header, std::uint64_t data_begin,
                               std::uint64_t data_bytes) {
-  const Json root = parse_header(path_, header);
+  const Json root = parse_strict_json(header, path_, kDeepestHeader);
   check_input(root.is_object(), "'{}' is not a safetensors file: its header is not a JSON object",
               path_);
 

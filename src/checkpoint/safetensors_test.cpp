@@ -183,15 +183,15 @@ TEST_F(Safetensors, NamesFileAndTensorInErrors) {
   EXPECT_NE(error_of_open().find("7 bytes"), std::string::npos);
   write_raw(std::string(8, '\xFF'));
   EXPECT_NE(error_of_open().find("18446744073709551615"), std::string::npos);
-  expect_error("", 0, "not JSON");
+  expect_error("", 0, "JSON is broken");
   expect_error("[]", 0, "not a JSON object");
-  expect_error("{\"a\":{" + f32 + "}", 8, "not JSON");
-  expect_error("{\"a\xFF\":{" + f32 + "}}", 8, "not JSON");
+  expect_error("{\"a\":{" + f32 + "}", 8, "JSON is broken");
+  expect_error("{\"a\xFF\":{" + f32 + "}}", 8, "JSON is broken");
   expect_error("{\"a\":{" + f32 + "}}", 7, "cut short");
   expect_error("{\"a\":{" + f32 + "}}", 9, "8 bytes of data and 9 are there");
-  expect_error("{\"a\":{" + f32 + "},\"a\":{" + f32 + "}}", 8, "'a' twice");
+  expect_error("{\"a\":{" + f32 + "},\"a\":{" + f32 + "}}", 8, "'a' stands twice");
   expect_error(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8,
-               "'dtype' twice");
+               "'dtype' stands twice");
   expect_error("{\"a\":{" + f32 + "},\"b\":{" + f32 + "}}", 8, "'b' overlaps");
   expect_error(R"({"a\nb":{"dtype":"F31","shape":[2],"data_offsets":[0,8]}})", 8,
                "'a?b' has dtype 'F31'");
