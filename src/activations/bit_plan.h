@@ -36,6 +36,8 @@ struct ActivationConfig {
   bool keep_rstd = false;
   /// The first layers of the model that keep their input only and are run again in backward.
   std::int64_t recompute_layers = 0;
+
+  bool operator==(const ActivationConfig&) const = default;
 };
 
 enum class SlotAction : std::uint8_t { kKeep, kRecompute };

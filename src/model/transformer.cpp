@@ -98,6 +98,20 @@ void Transformer::logits(const Context& context, const Batch& batch, ActivationS
                          Transpose::kYes, logits);
 }
 
+std::size_t Transformer::loss_workspace(const Context& context, std::int64_t tokens,
+                                        MainGradients& gradients) const {
+  Arena workspace = Arena::measuring("loss chunk");
+  Arena operands = Arena::measuring("operands");
+  const Context measuring{context.backend, context.stream, workspace, context.random};
+  Batch batch;
+  batch.targets = operands.take(ElementType::kInt32, Shape{tokens});
+  batch.weights = operands.take(ElementType::kFp32, Shape{tokens});
+  const Tensor token_loss = operands.take(statistics_type(config_.dtype), Shape{tokens});
+  head_and_loss(measuring, batch, operands.take(config_.dtype, Shape{tokens, config_.hidden}), token_loss,
+                &gradients);
+  return workspace.high_water();
+}
+
 void Transformer::forward_to_norm(const Context& context, const Batch& batch, ActivationStore& store,
                                   std::size_t frame, const Tensor& output) const {
   const Arena::Scope scope(context.workspace);

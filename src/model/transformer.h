@@ -46,6 +46,9 @@ class Transformer {
   void logits(const Context&, const Batch&, ActivationStore& store, std::int64_t first, std::int64_t last,
               const Tensor& logits) const;
 
+  /// Workspace bytes that the head and loss of forward take for `tokens` tokens. For the memory plan.
+  std::size_t loss_workspace(const Context&, std::int64_t tokens, MainGradients& gradients) const;
+
  private:
   /// Everything up to and including the final norm: output [N, H].
   void forward_to_norm(const Context&, const Batch&, ActivationStore& store, std::size_t frame,

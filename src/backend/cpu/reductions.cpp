@@ -1,0 +1,95 @@
+// Sums in double precision whose value does not depend on the number of threads or the instruction set.
+//
+//   sum              one running sum in element order
+//   sum_of_squares   per row kLanes running sums, lane l over elements l, l + kLanes, ..., folded in lane
+//                    order; then the sum of rows in row order
+#include <omp.h>
+
+#include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/row_codec.h"
+#include "core/error.h"
+
+namespace agoq::cpu::AGOQ_CPU_ISA {
+namespace {
+
+constexpr std::int64_t kLanes = 8;
+
+double widen(float x) { return x; }
+double widen(double x) { return x; }
+double widen(Bf16 x) { return to_float(x); }
+double widen(Fp16 x) { return to_float(x); }
+
+template <typename T>
+double sum_in_order(const T* x, std::int64_t count) {
+  double total = 0;
+  for (std::int64_t i = 0; i < count; ++i) total += widen(x[i]);
+  return total;
+}
+
+template <typename T>
+double row_sum_of_squares(const T* x, std::int64_t count) {
+  double lanes[kLanes] = {};
+  const std::int64_t whole = count / kLanes * kLanes;
+  for (std::int64_t i = 0; i < whole; i += kLanes) {
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      const double value = x[i + lane];
+      lanes[lane] += value * value;
+    }
+  }
+  for (std::int64_t i = whole; i < count; ++i) {
+    const double value = x[i];
+    lanes[i - whole] += value * value;
+  }
+  double total = 0;
+  for (const double lane : lanes) total += lane;
+  return total;
+}
+
+template <typename Compute>
+void row_sums_of_squares(const QuantTensor& x, Compute* scratch, double* row_sums) {
+#pragma omp parallel for schedule(static)
+  for (std::int64_t row = 0; row < x.rows(); ++row) {
+    Compute* decoded = scratch + omp_get_thread_num() * x.width();
+    decode_row(x, row, decoded);
+    row_sums[row] = row_sum_of_squares(decoded, x.width());
+  }
+}
+
+void check_total(std::string_view operation, const Tensor& total) {
+  check(total.type == ElementType::kFp64 && total.count() == 1,
+        "{}: the total is one fp64 element; {} {} was given", operation, name_of(total.type),
+        total.shape.to_string());
+}
+
+}  // namespace
+
+void CpuBackend::sum(const Context& context, const Tensor& x, const Tensor& total) {
+  check_total("sum", total);
+  if (context.workspace.is_measuring()) return;
+  double* out = total.as<double>();
+  switch (x.type) {
+    case ElementType::kFp64: *out = sum_in_order(x.as<double>(), x.count()); return;
+    case ElementType::kFp32: *out = sum_in_order(x.as<float>(), x.count()); return;
+    case ElementType::kBf16: *out = sum_in_order(x.as<Bf16>(), x.count()); return;
+    case ElementType::kFp16: *out = sum_in_order(x.as<Fp16>(), x.count()); return;
+    default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
+  }
+}
+
+void CpuBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
+  check_total("sum_of_squares", total);
+  const bool in_fp64 = x.format.code == Code::kFp64;
+  const Arena::Scope scope(context.workspace);
+  const Tensor row_sums = context.workspace.take(ElementType::kFp64, Shape{x.rows()});
+  const Tensor scratch = context.workspace.take(in_fp64 ? ElementType::kFp64 : ElementType::kFp32,
+                                                Shape{omp_get_max_threads(), x.width()});
+  if (context.workspace.is_measuring()) return;
+  if (in_fp64) {
+    row_sums_of_squares(x, scratch.as<double>(), row_sums.as<double>());
+  } else {
+    row_sums_of_squares(x, scratch.as<float>(), row_sums.as<double>());
+  }
+  *total.as<double>() = sum_in_order(row_sums.as<double>(), x.rows());
+}
+
+}  // namespace agoq::cpu::AGOQ_CPU_ISA

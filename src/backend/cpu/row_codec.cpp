@@ -1,0 +1,493 @@
+#include "backend/cpu/row_codec.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "core/error.h"
+#include "quant/codec.h"
+
+namespace agoq::cpu::AGOQ_CPU_ISA {
+namespace {
+
+// Rows are worked through in groups of one super-block: everything about a group stays in the L1 cache,
+// and the loops over it are long enough to vectorise well.
+constexpr std::int64_t kGroup = kSuperBlock;
+constexpr std::int64_t kSmallestBlock = 16;
+constexpr std::int64_t kGroupBlocks = kGroup / kSmallestBlock;
+
+constexpr std::int32_t kMagnitudeMask = 0x7FFFFFFF;
+constexpr std::int32_t kInfinityBits = 0x7F800000;
+
+constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+std::int32_t magnitude_bits(float x) { return std::bit_cast<std::int32_t>(x) & kMagnitudeMask; }
+
+float widen(float x) { return x; }
+float widen(double x) { return static_cast<float>(x); }
+float widen(Bf16 x) { return to_float(x); }
+
+/// The planes of one segment of one row.
+struct SegmentPlanes {
+  std::uint8_t* codes;
+  std::uint8_t* bits;         // first extra bit plane
+  std::int64_t bits_stride;   // bytes from one extra bit plane to the next
+  std::byte* scales;
+  std::byte* super;
+};
+
+/// Where segment after segment of a row lies.
+class RowLayout {
+ public:
+  RowLayout(const QuantTensor& tensor, std::int64_t row) {
+    const RowBytes bytes = row_bytes(tensor.format, tensor.grid);
+    const int extra_bits = std::max(0, traits_of(tensor.format.code).bits % 8 - 4);
+    row_ = {reinterpret_cast<std::uint8_t*>(tensor.codes + row * bytes.codes),
+            reinterpret_cast<std::uint8_t*>(tensor.bits + row * bytes.bits),
+            extra_bits == 0 ? 0 : bytes.bits / extra_bits, tensor.scales + row * bytes.scales,
+            tensor.super + row * bytes.super};
+    code_bytes_ = bytes.codes / tensor.grid.segments;
+    bit_bytes_ = row_.bits_stride / tensor.grid.segments;
+    scale_bytes_ = bytes.scales / tensor.grid.segments;
+    super_bytes_ = bytes.super / tensor.grid.segments;
+  }
+
+  SegmentPlanes segment(std::int64_t index) const {
+    return {row_.codes + index * code_bytes_, row_.bits + index * bit_bytes_, row_.bits_stride,
+            row_.scales + index * scale_bytes_, row_.super + index * super_bytes_};
+  }
+
+ private:
+  SegmentPlanes row_;
+  std::int64_t code_bytes_, bit_bytes_, scale_bytes_, super_bytes_;
+};
+
+// --- packing: byte-wide codes to planes and back ---
+
+void pack_nibbles(const std::uint8_t* codes, std::int64_t count, std::uint8_t* out) {
+  const std::int64_t pairs = count / 2;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    out[i] = static_cast<std::uint8_t>((codes[2 * i] & 0xF) | (codes[2 * i + 1] << 4));
+  }
+  if (count % 2 != 0) out[pairs] = codes[count - 1] & 0xF;
+}
+
+void unpack_nibbles(const std::uint8_t* in, std::int64_t count, std::uint8_t* codes) {
+  const std::int64_t pairs = count / 2;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    codes[2 * i] = in[i] & 0xF;
+    codes[2 * i + 1] = static_cast<std::uint8_t>(in[i] >> 4);
+  }
+  if (count % 2 != 0) codes[count - 1] = in[pairs] & 0xF;
+}
+
+/// Bit `bit` of every code; element 8i + k in bit k of byte i.
+void pack_bit(const std::uint8_t* codes, std::int64_t count, int bit, std::uint8_t* out) {
+  for (std::int64_t i = 0; i < count / 8; ++i) {
+    unsigned byte = 0;
+    for (int k = 0; k < 8; ++k) byte |= ((codes[8 * i + k] >> bit) & 1u) << k;
+    out[i] = static_cast<std::uint8_t>(byte);
+  }
+  if (count % 8 != 0) {
+    unsigned byte = 0;
+    for (std::int64_t k = count / 8 * 8; k < count; ++k) byte |= ((codes[k] >> bit) & 1u) << (k % 8);
+    out[count / 8] = static_cast<std::uint8_t>(byte);
+  }
+}
+
+void unpack_bit(const std::uint8_t* in, std::int64_t count, int bit, std::uint8_t* codes) {
+  for (std::int64_t i = 0; i < count / 8; ++i) {
+    const unsigned byte = in[i];
+    for (int k = 0; k < 8; ++k) {
+      codes[8 * i + k] = static_cast<std::uint8_t>(codes[8 * i + k] | (((byte >> k) & 1u) << bit));
+    }
+  }
+  for (std::int64_t k = count / 8 * 8; k < count; ++k) {
+    codes[k] = static_cast<std::uint8_t>(codes[k] | (((in[k / 8] >> (k % 8)) & 1u) << bit));
+  }
+}
+
+// --- what a block's scale is made from ---
+
+/// Largest finite magnitude, and the number of NaN and Inf. Magnitudes compare as integers.
+float finite_absmax(const float* x, std::int64_t count, std::int64_t& non_finite) {
+  std::int32_t largest = 0;
+  std::int32_t others = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int32_t magnitude = magnitude_bits(x[i]);
+    const std::int32_t finite = magnitude < kInfinityBits ? magnitude : 0;
+    largest = finite > largest ? finite : largest;
+    others += magnitude < kInfinityBits ? 0 : 1;
+  }
+  non_finite += others;
+  return std::bit_cast<float>(largest);
+}
+
+/// The same over positive elements only, for codes without negative values.
+float finite_maximum(const float* x, std::int64_t count, std::int64_t& non_finite) {
+  std::int32_t largest = 0;
+  std::int32_t others = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int32_t bits = std::bit_cast<std::int32_t>(x[i]);
+    const std::int32_t finite = bits < kInfinityBits ? bits : 0;
+    largest = finite > largest ? finite : largest;
+    others += (bits & kMagnitudeMask) < kInfinityBits ? 0 : 1;
+  }
+  non_finite += others;
+  return std::bit_cast<float>(largest);
+}
+
+bool contains(const float* x, std::int64_t count, float value) {
+  std::int32_t equal = 0;
+  for (std::int64_t i = 0; i < count; ++i) equal |= x[i] == value ? 1 : 0;
+  return equal != 0;
+}
+
+template <Code code>
+float unrounded_scale(const float* x, std::int64_t count, float absmax) {
+  const float scale = absmax / kMaximum<code>;
+  // The largest element gets code -8, whatever its sign; between +absmax and -absmax the latter.
+  if constexpr (code == Code::kInt4FullRange) return contains(x, count, -absmax) ? scale : -scale;
+  return scale;
+}
+
+std::int64_t count_saturated(const float* x, std::int64_t count, float limit) {
+  std::int32_t saturated = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int32_t magnitude = magnitude_bits(x[i]);
+    saturated += std::bit_cast<float>(magnitude) > limit && magnitude < kInfinityBits ? 1 : 0;
+  }
+  return saturated;
+}
+
+std::int64_t count_negative(const float* x, std::int64_t count) {
+  std::int32_t negative = 0;
+  for (std::int64_t i = 0; i < count; ++i) negative += x[i] < 0.0f && x[i] >= -std::numeric_limits<float>::max() ? 1 : 0;
+  return negative;
+}
+
+/// Rounds the scales of a group's blocks to `type`, stores them, and replaces them by what was stored.
+void store_scales(ScaleType type, float maximum, std::int64_t blocks, std::int64_t first_block,
+                  std::int64_t group, const SegmentPlanes& planes, float* scales) {
+  if (type == ScaleType::kFp32) {
+    float* out = reinterpret_cast<float*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) out[b] = scales[b] = stored_scale_fp32(scales[b], maximum);
+  } else if (type == ScaleType::kBf16) {
+    Bf16* out = reinterpret_cast<Bf16*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      out[b] = stored_scale_bf16(scales[b], maximum);
+      scales[b] = to_float(out[b]);
+    }
+  } else {
+    float largest = 0;
+    for (std::int64_t b = 0; b < blocks; ++b) largest = std::max(largest, std::abs(scales[b]));
+    const Bf16 super = stored_super_scale(largest);
+    reinterpret_cast<Bf16*>(planes.super)[group] = super;
+    auto* out = reinterpret_cast<std::uint8_t*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      out[b] = stored_block_scale(scales[b], super, maximum);
+      scales[b] = two_level_scale(out[b], super);
+    }
+  }
+}
+
+void load_scales(ScaleType type, std::int64_t blocks, std::int64_t first_block, std::int64_t group,
+                 const SegmentPlanes& planes, float* scales) {
+  if (type == ScaleType::kFp32) {
+    const float* in = reinterpret_cast<const float*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) scales[b] = in[b];
+  } else if (type == ScaleType::kBf16) {
+    const Bf16* in = reinterpret_cast<const Bf16*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) scales[b] = to_float(in[b]);
+  } else {
+    const Bf16 super = reinterpret_cast<const Bf16*>(planes.super)[group];
+    const auto* in = reinterpret_cast<const std::uint8_t*>(planes.scales) + first_block;
+    for (std::int64_t b = 0; b < blocks; ++b) scales[b] = two_level_scale(in[b], super);
+  }
+}
+
+// --- one group of a row ---
+
+template <Code code>
+void encode_block(const float* x, std::int64_t count, float scale, std::uint8_t* out) {
+  const float r = 1.0f / scale;
+  for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<std::uint8_t>(encode<code>(x[i] * r));
+}
+
+template <Code code>
+void encode_block_stochastic(const float* x, std::int64_t count, float scale, const std::uint32_t* random,
+                             std::uint8_t* out) {
+  const float r = 1.0f / scale;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float uniform = static_cast<float>(static_cast<std::int32_t>(random[i] >> 8)) * 0x1p-24f;
+    out[i] = static_cast<std::uint8_t>(encode_stochastic<code>(x[i] * r, uniform));
+  }
+}
+
+/// words[i] = random_bits(key, first + i); returns where element `first` stands in `words`.
+const std::uint32_t* draw(const RandomKey& key, std::uint64_t first, std::int64_t count,
+                          std::uint32_t* words) {
+  const std::uint64_t first_draw = first / 4;
+  const std::uint64_t end_draw = (first + static_cast<std::uint64_t>(count) + 3) / 4;
+  for (std::uint64_t i = first_draw; i < end_draw; ++i) {
+    const RandomWords four = random_words(key, i);
+    std::memcpy(words + 4 * (i - first_draw), four.word, sizeof four.word);
+  }
+  return words + first % 4;
+}
+
+template <Code code, typename Source>
+void encode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::int64_t group,
+                  const Source* in, std::int64_t count, const RandomKey& key, std::uint64_t first_element,
+                  QuantCounts& counts) {
+  const std::int64_t block = tensor.format.block;
+  const std::int64_t blocks = ceil_divide(count, block);
+  const std::int64_t first_block = group * (kGroup / block);
+  float staged[kGroup];
+  float scales[kGroupBlocks];
+  float absmax[kGroupBlocks];
+  std::uint8_t codes[kGroup];
+
+  const float* x;
+  if constexpr (std::is_same_v<Source, float>) {
+    x = in;
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[i]);
+    x = staged;
+  }
+
+  std::int64_t non_finite = 0;
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    const float* begin = x + b * block;
+    const std::int64_t length = std::min(block, count - b * block);
+    absmax[b] = code == Code::kDynamic8Unsigned ? finite_maximum(begin, length, non_finite)
+                                                : finite_absmax(begin, length, non_finite);
+    scales[b] = unrounded_scale<code>(begin, length, absmax[b]);
+  }
+  store_scales(tensor.format.scale, kMaximum<code>, blocks, first_block, group, planes, scales);
+
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    if (scales[b] == 0.0f) {
+      counts.flushed_blocks += absmax[b] > 0.0f ? 1 : 0;
+      continue;
+    }
+    const float limit = kSaturationMargin * (kMaximum<code> * std::abs(scales[b]));
+    if (absmax[b] > limit) {
+      counts.saturated += count_saturated(x + b * block, std::min(block, count - b * block), limit);
+    }
+  }
+  if constexpr (code == Code::kDynamic8Unsigned) counts.saturated += count_negative(x, count);
+  if (non_finite > 0) {
+    counts.non_finite += non_finite;
+    // NaN is stored as zero; Inf is outside every code's range and so becomes the last level.
+    for (std::int64_t i = 0; i < count; ++i) staged[i] = x[i] == x[i] ? x[i] : 0.0f;
+    x = staged;
+  }
+
+  constexpr bool kPacked = code_bits(code) < 8;
+  std::uint8_t* out = kPacked ? codes : planes.codes + group * kGroup;
+  std::uint32_t words[kGroup + 8];
+  const bool stochastic = tensor.format.rounding == Rounding::kStochastic;
+  const std::uint32_t* random = stochastic ? draw(key, first_element, count, words) : nullptr;
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    const std::int64_t offset = b * block;
+    const std::int64_t length = std::min(block, count - offset);
+    if (scales[b] == 0.0f) {
+      std::memset(out + offset, static_cast<int>(encode<code>(0.0f)), static_cast<std::size_t>(length));
+    } else if (stochastic) {
+      encode_block_stochastic<code>(x + offset, length, scales[b], random + offset, out + offset);
+    } else {
+      encode_block<code>(x + offset, length, scales[b], out + offset);
+    }
+  }
+  if constexpr (kPacked) {
+    pack_nibbles(codes, count, planes.codes + group * (kGroup / 2));
+    for (int bit = 4; bit < code_bits(code); ++bit) {
+      pack_bit(codes, count, bit, planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8));
+    }
+  }
+}
+
+template <Code code, typename Target>
+void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::int64_t group,
+                  std::int64_t count, Target* out) {
+  const std::int64_t block = tensor.format.block;
+  const std::int64_t blocks = ceil_divide(count, block);
+  float scales[kGroupBlocks];
+  load_scales(tensor.format.scale, blocks, group * (kGroup / block), group, planes, scales);
+
+  std::uint8_t unpacked[kGroup];
+  const std::uint8_t* codes = planes.codes + group * kGroup;
+  if constexpr (code_bits(code) < 8) {
+    unpack_nibbles(planes.codes + group * (kGroup / 2), count, unpacked);
+    for (int bit = 4; bit < code_bits(code); ++bit) {
+      unpack_bit(planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8), count, bit, unpacked);
+    }
+    codes = unpacked;
+  }
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    const std::int64_t offset = b * block;
+    const std::int64_t length = std::min(block, count - offset);
+    const float scale = scales[b];
+    if (scale == 0.0f) {
+      std::fill(out + offset, out + offset + length, Target{0});
+    } else {
+      for (std::int64_t i = 0; i < length; ++i) out[offset + i] = decode<code>(codes[offset + i]) * scale;
+    }
+  }
+}
+
+template <Code code, typename Source>
+void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
+                   QuantCounts& counts) {
+  const RowLayout layout(tensor, row);
+  const std::int64_t length = tensor.grid.segment_length();
+  for (std::int64_t segment = 0; segment < tensor.grid.segments; ++segment) {
+    const SegmentPlanes planes = layout.segment(segment);
+    for (std::int64_t begin = 0; begin < length; begin += kGroup) {
+      const std::int64_t column = segment * length + begin;
+      encode_group<code>(tensor, planes, begin / kGroup, in + column, std::min(kGroup, length - begin), key,
+                         static_cast<std::uint64_t>(row * tensor.grid.row_length + column), counts);
+    }
+  }
+}
+
+template <Code code, typename Target>
+void decode_blocks(const QuantTensor& tensor, std::int64_t row, Target* out) {
+  const RowLayout layout(tensor, row);
+  const std::int64_t length = tensor.grid.segment_length();
+  for (std::int64_t segment = 0; segment < tensor.grid.segments; ++segment) {
+    const SegmentPlanes planes = layout.segment(segment);
+    for (std::int64_t begin = 0; begin < length; begin += kGroup) {
+      decode_group<code>(tensor, planes, begin / kGroup, std::min(kGroup, length - begin),
+                         out + segment * length + begin);
+    }
+  }
+}
+
+// --- elements stored as they are ---
+
+template <typename To>
+To narrow(float x) {
+  if constexpr (std::is_same_v<To, Bf16>) {
+    return to_bf16(x);
+  } else if constexpr (std::is_same_v<To, Fp16>) {
+    return to_fp16(x);
+  } else {
+    return x;
+  }
+}
+
+template <typename Element, typename Source>
+void encode_exact(const QuantTensor& tensor, std::int64_t row, const Source* in, QuantCounts& counts) {
+  Element* out = reinterpret_cast<Element*>(tensor.codes) + row * tensor.grid.row_length;
+  std::int64_t non_finite = 0;
+  std::int64_t overflowed = 0;
+  for (std::int64_t i = 0; i < tensor.grid.row_length; ++i) {
+    bool finite_in, finite_out;
+    if constexpr (std::is_same_v<Source, double>) {
+      finite_in = std::abs(in[i]) <= std::numeric_limits<double>::max();
+    } else {
+      finite_in = magnitude_bits(widen(in[i])) < kInfinityBits;
+    }
+    if constexpr (std::is_same_v<Element, double>) {
+      if constexpr (std::is_same_v<Source, double>) {
+        out[i] = in[i];
+      } else {
+        out[i] = widen(in[i]);
+      }
+      finite_out = finite_in;
+    } else {
+      out[i] = narrow<Element>(widen(in[i]));
+      finite_out = magnitude_bits(to_float(out[i])) < kInfinityBits;
+    }
+    non_finite += finite_in ? 0 : 1;
+    overflowed += finite_in && !finite_out ? 1 : 0;
+  }
+  counts.non_finite += non_finite;
+  counts.saturated += overflowed;
+}
+
+template <typename Element, typename Target>
+void decode_exact(const QuantTensor& tensor, std::int64_t row, Target* out) {
+  const Element* in = reinterpret_cast<const Element*>(tensor.codes) + row * tensor.grid.row_length;
+  for (std::int64_t i = 0; i < tensor.grid.row_length; ++i) {
+    if constexpr (std::is_same_v<Element, double>) {
+      out[i] = static_cast<Target>(in[i]);
+    } else {
+      out[i] = to_float(in[i]);
+    }
+  }
+}
+
+// --- the visible list of instantiations ---
+
+template <typename Source>
+void encode_any(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
+                QuantCounts& counts) {
+  switch (tensor.format.code) {
+    case Code::kFp64: return encode_exact<double>(tensor, row, in, counts);
+    case Code::kFp32: return encode_exact<float>(tensor, row, in, counts);
+    case Code::kBf16: return encode_exact<Bf16>(tensor, row, in, counts);
+    case Code::kFp16: return encode_exact<Fp16>(tensor, row, in, counts);
+    case Code::kNf4: return encode_blocks<Code::kNf4>(tensor, row, in, key, counts);
+    case Code::kE2m1: return encode_blocks<Code::kE2m1>(tensor, row, in, key, counts);
+    case Code::kBnbFp4: return encode_blocks<Code::kBnbFp4>(tensor, row, in, key, counts);
+    case Code::kInt4: return encode_blocks<Code::kInt4>(tensor, row, in, key, counts);
+    case Code::kInt4FullRange: return encode_blocks<Code::kInt4FullRange>(tensor, row, in, key, counts);
+    case Code::kInt5: return encode_blocks<Code::kInt5>(tensor, row, in, key, counts);
+    case Code::kInt6: return encode_blocks<Code::kInt6>(tensor, row, in, key, counts);
+    case Code::kInt8: return encode_blocks<Code::kInt8>(tensor, row, in, key, counts);
+    case Code::kE4m3: return encode_blocks<Code::kE4m3>(tensor, row, in, key, counts);
+    case Code::kE5m2: return encode_blocks<Code::kE5m2>(tensor, row, in, key, counts);
+    case Code::kDynamic8: return encode_blocks<Code::kDynamic8>(tensor, row, in, key, counts);
+    case Code::kDynamic8Unsigned: return encode_blocks<Code::kDynamic8Unsigned>(tensor, row, in, key, counts);
+  }
+}
+
+template <typename Target>
+void decode_any(const QuantTensor& tensor, std::int64_t row, Target* out) {
+  switch (tensor.format.code) {
+    case Code::kFp64: return decode_exact<double>(tensor, row, out);
+    case Code::kFp32: return decode_exact<float>(tensor, row, out);
+    case Code::kBf16: return decode_exact<Bf16>(tensor, row, out);
+    case Code::kFp16: return decode_exact<Fp16>(tensor, row, out);
+    case Code::kNf4: return decode_blocks<Code::kNf4>(tensor, row, out);
+    case Code::kE2m1: return decode_blocks<Code::kE2m1>(tensor, row, out);
+    case Code::kBnbFp4: return decode_blocks<Code::kBnbFp4>(tensor, row, out);
+    case Code::kInt4: return decode_blocks<Code::kInt4>(tensor, row, out);
+    case Code::kInt4FullRange: return decode_blocks<Code::kInt4FullRange>(tensor, row, out);
+    case Code::kInt5: return decode_blocks<Code::kInt5>(tensor, row, out);
+    case Code::kInt6: return decode_blocks<Code::kInt6>(tensor, row, out);
+    case Code::kInt8: return decode_blocks<Code::kInt8>(tensor, row, out);
+    case Code::kE4m3: return decode_blocks<Code::kE4m3>(tensor, row, out);
+    case Code::kE5m2: return decode_blocks<Code::kE5m2>(tensor, row, out);
+    case Code::kDynamic8: return decode_blocks<Code::kDynamic8>(tensor, row, out);
+    case Code::kDynamic8Unsigned: return decode_blocks<Code::kDynamic8Unsigned>(tensor, row, out);
+  }
+}
+
+}  // namespace
+
+void encode_row(const QuantTensor& destination, std::int64_t row, const float* in, const RandomKey& key,
+                QuantCounts& counts) {
+  encode_any(destination, row, in, key, counts);
+}
+
+void encode_row(const QuantTensor& destination, std::int64_t row, const double* in, const RandomKey& key,
+                QuantCounts& counts) {
+  encode_any(destination, row, in, key, counts);
+}
+
+void encode_row(const QuantTensor& destination, std::int64_t row, const Bf16* in, const RandomKey& key,
+                QuantCounts& counts) {
+  encode_any(destination, row, in, key, counts);
+}
+
+void decode_row(const QuantTensor& source, std::int64_t row, float* out) { decode_any(source, row, out); }
+void decode_row(const QuantTensor& source, std::int64_t row, double* out) { decode_any(source, row, out); }
+
+}  // namespace agoq::cpu::AGOQ_CPU_ISA
