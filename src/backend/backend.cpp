@@ -22,6 +22,14 @@ Tensor Backend::materialise(const Context& context, const QuantTensor& saved, El
   return tensor;
 }
 
+QuantCounts read_counts(const Context& context, const Tensor& counters) {
+  std::int64_t values[kQuantCounters] = {};
+  context.backend.read(context, counters.data, values, sizeof(values));
+  return {values[static_cast<int>(QuantCounter::kNonFinite)],
+          values[static_cast<int>(QuantCounter::kSaturated)],
+          values[static_cast<int>(QuantCounter::kFlushedBlocks)]};
+}
+
 void Backend::residual_norm_forward(const Context& context, NormKind kind, const Tensor& x,
                                     const Tensor& delta, const Tensor& weight, double epsilon,
                                     const Tensor& y, const Tensor& rstd, const QuantTensor& saved,

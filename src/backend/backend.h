@@ -203,6 +203,9 @@ class Backend {
   Tensor materialise(const Context&, const QuantTensor& saved, ElementType type);
 };
 
+/// A row of counters, read back.
+QuantCounts read_counts(const Context&, const Tensor& counters);
+
 /// Zeroes every plane of `tensor`, which makes it a zero tensor in every format: a block whose scale is
 /// zero decodes to zeros.
 void zero_planes(const Context&, const QuantTensor& tensor);

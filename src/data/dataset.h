@@ -28,6 +28,8 @@ struct DataConfig {
   std::int64_t holdout_index = 7;
   /// Tokens attend within their document only; false: across the whole sequence.
   bool document_attention = true;
+
+  bool operator==(const DataConfig&) const = default;
 };
 
 enum class Split : std::uint8_t { kTraining, kValidation };
