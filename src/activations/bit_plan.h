@@ -36,6 +36,8 @@ struct ActivationConfig {
   bool keep_rstd = false;
   /// The first layers of the model that keep their input only and are run again in backward.
   std::int64_t recompute_layers = 0;
+
+  bool operator==(const ActivationConfig&) const = default;
 };
 
 enum class SlotAction : std::uint8_t { kKeep, kRecompute };
@@ -57,7 +59,10 @@ struct BitPlan {
 /// The plan for one layer list. layers[l] are the slots of layer l; the last entry is the final norm.
 BitPlan make_bit_plan(const std::vector<LayerSlots>& layers, const ActivationConfig& config);
 
-/// Bytes of codes, scales and statistics that layer `layer` keeps for `tokens` tokens (payload,
+/// A plan that keeps nothing, for passes without a backward.
+BitPlan make_forward_only_plan(const std::vector<LayerSlots>& layers);
+
+/// Bytes of codes, scales and statistics that a layer keeps for `tokens` tokens (payload,
 /// without alignment).
 std::int64_t saved_bytes(const LayerSlots& slots, const LayerPlan& plan, std::int64_t tokens);
 

@@ -38,8 +38,10 @@ struct SaveSlot {
   std::string recomputed_from;
 };
 
-/// The slots of one layer, in the order of its slot enum.
+/// The slots of one layer, in the order of its slot enum; the first is the layer's input.
 using LayerSlots = std::vector<SaveSlot>;
+
+inline constexpr std::size_t kLayerInput = 0;
 
 /// The block grid of `slot` for `tokens` tokens.
 inline BlockGrid grid_of(const SaveSlot& slot, std::int64_t tokens) {

@@ -3,11 +3,31 @@
 
 namespace agoq {
 
+void zero_planes(const Context& context, const QuantTensor& tensor) {
+  const RowBytes bytes = row_bytes(tensor.format, tensor.grid);
+  const auto zero_plane = [&](std::byte* plane, std::int64_t plane_row_bytes) {
+    if (plane_row_bytes == 0) return;
+    context.backend.zero(context, plane, static_cast<std::size_t>(plane_row_bytes * tensor.rows()));
+  };
+  zero_plane(tensor.codes, bytes.codes);
+  zero_plane(tensor.bits, bytes.bits);
+  zero_plane(tensor.scales, bytes.scales);
+  zero_plane(tensor.super, bytes.super);
+}
+
 Tensor Backend::materialise(const Context& context, const QuantTensor& saved, ElementType type) {
   if (saved.format.is_exact() && element_type_of(saved.format) == type) return saved.exact();
   const Tensor tensor = context.workspace.take(type, Shape{saved.rows(), saved.width()});
   dequantize(context, saved, tensor);
   return tensor;
+}
+
+QuantCounts read_counts(const Context& context, const Tensor& counters) {
+  std::int64_t values[kQuantCounters] = {};
+  context.backend.read(context, counters.data, values, sizeof(values));
+  return {values[static_cast<int>(QuantCounter::kNonFinite)],
+          values[static_cast<int>(QuantCounter::kSaturated)],
+          values[static_cast<int>(QuantCounter::kFlushedBlocks)]};
 }
 
 void Backend::residual_norm_forward(const Context& context, NormKind kind, const Tensor& x,

@@ -169,7 +169,9 @@ class Backend {
                           const RandomKey& key, const Tensor& counters) = 0;
 
   // --- optimizer ---
-  /// One AdamW update in a single pass; no FP32 gradient or moment of a whole tensor exists.
+  /// One AdamW update in a single pass; no FP32 gradient or moment of a whole tensor exists. key names
+  /// seed, step and tensor; purposes are set inside. A BF16 weight with MasterKind::kNone is rounded
+  /// stochastically; FP32 and FP64 weights are their own master (kNone).
   virtual void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                             const RandomKey& key) = 0;
 
@@ -200,6 +202,13 @@ class Backend {
   /// The exact tensor behind `saved` if its type is `type`, else a dequantised copy in the workspace.
   Tensor materialise(const Context&, const QuantTensor& saved, ElementType type);
 };
+
+/// A row of counters, read back.
+QuantCounts read_counts(const Context&, const Tensor& counters);
+
+/// Zeroes every plane of `tensor`, which makes it a zero tensor in every format: a block whose scale is
+/// zero decodes to zeros.
+void zero_planes(const Context&, const QuantTensor& tensor);
 
 /// The CPU backend, in the build for the best instruction set this machine has.
 Backend& cpu_backend();

@@ -34,7 +34,7 @@ AGOQ_HD Bf16 to_bf16(float value) {
 }
 
 /// Nearest, ties away from zero: the rounding under which a BF16 weight and a 16-bit remainder
-/// make up the exact FP32 master weight (optim/master_weight.h). Finite input only.
+/// make up the exact FP32 master weight (core/master_weight.h). Finite input only.
 AGOQ_HD Bf16 to_bf16_half_away(float value) {
   return {static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) + 0x8000u) >> 16)};
 }

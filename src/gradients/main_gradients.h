@@ -18,6 +18,8 @@ namespace agoq {
 
 struct GradientConfig {
   QuantFormat format{Code::kE4m3, 128, ScaleType::kFp32, Rounding::kNearest};
+
+  bool operator==(const GradientConfig&) const = default;
 };
 
 class MainGradients {

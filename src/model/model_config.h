@@ -21,6 +21,8 @@ struct RopeConfig {
   double low_frequency_factor = 1.0;      // kLlama3
   double high_frequency_factor = 4.0;     // kLlama3
   std::int64_t original_positions = 8192; // kLlama3
+
+  bool operator==(const RopeConfig&) const = default;
 };
 
 struct ModelConfig {
@@ -47,6 +49,8 @@ struct ModelConfig {
   AttentionShape attention() const { return {heads, kv_heads, head_size}; }
   /// Throws Error (kInput) naming the key that does not fit.
   void check() const;
+
+  bool operator==(const ModelConfig&) const = default;
 };
 
 }  // namespace agoq

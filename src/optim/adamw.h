@@ -30,6 +30,8 @@ struct OptimizerConfig {
   double clip_norm = 1.0;     // global gradient norm; 0: no clipping
   bool moments_8bit = true;   // tensors under kSmallTensor elements stay FP32
   MasterKind master = MasterKind::kRemainder;
+
+  bool operator==(const OptimizerConfig&) const = default;
 };
 
 /// Whole tensors with fewer elements keep FP32 moments, whatever the sharding.

@@ -19,6 +19,7 @@ struct QuantCounts {
   std::int64_t non_finite = 0;
   std::int64_t saturated = 0;
   std::int64_t flushed_blocks = 0;
+  bool any() const { return non_finite != 0 || saturated != 0 || flushed_blocks != 0; }
 };
 
 }  // namespace agoq

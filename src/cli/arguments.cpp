@@ -1,0 +1,116 @@
+// The one file that knows CLI11.
+#include <fmt/format.h>
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+
+#include "cli/build_info.h"
+#include "cli/command.h"
+#include "core/error.h"
+#include "core/nearest_name.h"
+
+namespace agoq {
+namespace {
+
+constexpr int kDone = 0;
+constexpr int kRunFailed = 1;
+constexpr int kBadInput = 2;
+
+// An error is one line, whatever a library wrote.
+int report(std::string text, int status) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  std::fflush(stdout);
+  fmt::print(stderr, "agoq: {}\n", text);
+  return status;
+}
+
+int report_parse_error(const CLI::ParseError& error, int argc, char** argv,
+                       const std::vector<Command>& commands) {
+  const std::string first = argc > 1 ? argv[1] : "";
+  std::vector<std::string_view> names;
+  for (const Command& command : commands) {
+    if (command.name == first) {
+      return report(fmt::format("{}: {} (agoq {} --help shows the arguments)", first, error.what(), first),
+                    kBadInput);
+    }
+    names.push_back(command.name);
+  }
+  if (first.empty() || first[0] == '-') {
+    return report(fmt::format("{} (agoq --help shows the commands)", error.what()), kBadInput);
+  }
+  const std::string_view nearest = nearest_name(first, names);
+  if (nearest.empty()) {
+    return report(fmt::format("unknown command '{}'; the commands are {}", first, fmt::join(names, ", ")),
+                  kBadInput);
+  }
+  return report(fmt::format("unknown command '{}'; did you mean {}?", first, nearest), kBadInput);
+}
+
+}  // namespace
+
+void Arguments::positional(const std::string& name, std::string& value, const std::string& description) {
+  app_.add_option(name, value, description)->required();
+}
+void Arguments::positional(const std::string& name, std::vector<std::string>& values,
+                           const std::string& description) {
+  app_.add_option(name, values, description)->required();
+}
+void Arguments::option(const std::string& name, const std::string& placeholder, std::string& value,
+                       const std::string& description) {
+  app_.add_option(name, value, description)->option_text(placeholder);
+}
+void Arguments::option(const std::string& name, const std::string& placeholder, std::int64_t& value,
+                       const std::string& description) {
+  app_.add_option(name, value, description)->option_text(fmt::format("{} [{}]", placeholder, value));
+}
+void Arguments::option(const std::string& name, const std::string& placeholder, double& value,
+                       const std::string& description) {
+  app_.add_option(name, value, description)->option_text(fmt::format("{} [{}]", placeholder, value));
+}
+void Arguments::option(const std::string& name, const std::string& placeholder,
+                       std::vector<std::string>& values, const std::string& description) {
+  app_.add_option(name, values, description)->option_text(placeholder + " ...")->expected(1)->take_all();
+}
+void Arguments::flag(const std::string& name, bool& value, const std::string& description) {
+  app_.add_flag(name, value, description);
+}
+
+int run_command_line(int argc, char** argv, const std::vector<Command>& commands,
+                     const std::string& opening) {
+  CLI::App app(opening, "agoq");
+  app.set_version_flag("--version", build_info().version);
+  app.require_subcommand(0, 1);
+  Action action;
+  for (const Command& command : commands) {
+    CLI::App* subcommand = app.add_subcommand(command.name, command.summary);
+    Arguments arguments(*subcommand);
+    subcommand->callback([&action, declared = command.declare(arguments)] { action = declared; });
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {  // --help, --version
+    return app.exit(success);
+  } catch (const CLI::ParseError& error) {
+    return report_parse_error(error, argc, argv, commands);
+  }
+  if (!action) {
+    fmt::print("{}", app.help());
+    return kDone;
+  }
+  try {
+    action();
+    return kDone;
+  } catch (const Error& error) {
+    return report(error.what(), error.kind() == ErrorKind::kInput ? kBadInput : kRunFailed);
+  } catch (const std::bad_alloc&) {
+    return report("out of memory: choose a smaller micro-batch or sequence", kRunFailed);
+  } catch (const std::exception& error) {
+    return report(error.what(), kRunFailed);
+  }
+}
+
+}  // namespace agoq

@@ -1,0 +1,60 @@
+// The shape of a subcommand: it declares its arguments and hands back what to run.
+//
+// Only arguments.cpp knows CLI11, whose headers take longer to compile than any command.
+// To add a command: its file defines `Action declare_<name>(Arguments&)`, declared below and listed
+// in main.cpp.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace CLI {
+class App;
+}
+
+namespace agoq {
+
+/// The arguments of one subcommand. Values are written when the command line is parsed and must live
+/// until the action has run; what stands in them before is the default that --help shows.
+class Arguments {
+ public:
+  explicit Arguments(CLI::App& app) : app_(app) {}
+
+  /// A positional argument that must be there, or (vector) at least one.
+  void positional(const std::string& name, std::string& value, const std::string& description);
+  void positional(const std::string& name, std::vector<std::string>& values, const std::string& description);
+  /// `name` is "--tokens"; `placeholder` ("N") stands for the value in --help.
+  void option(const std::string& name, const std::string& placeholder, std::string& value,
+              const std::string& description);
+  void option(const std::string& name, const std::string& placeholder, std::int64_t& value,
+              const std::string& description);
+  void option(const std::string& name, const std::string& placeholder, double& value,
+              const std::string& description);
+  /// One value each time it is given.
+  void option(const std::string& name, const std::string& placeholder, std::vector<std::string>& values,
+              const std::string& description);
+  void flag(const std::string& name, bool& value, const std::string& description);
+
+ private:
+  CLI::App& app_;
+};
+
+/// Runs a command: prints to stdout, throws Error.
+using Action = std::function<void()>;
+
+struct Command {
+  std::string name;
+  std::string summary;
+  Action (*declare)(Arguments&);
+};
+
+/// Parses the command line and runs the command it names. Returns the exit status: 0 done, 1 the run
+/// failed, 2 bad input; an error is one line on stderr, "agoq: ...". `opening` is the help's first
+/// paragraph.
+int run_command_line(int argc, char** argv, const std::vector<Command>& commands, const std::string& opening);
+
+Action declare_info(Arguments&);
+
+}  // namespace agoq

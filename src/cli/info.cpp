@@ -1,0 +1,85 @@
+// agoq info: the program, its libraries, and the machine it runs on.
+#include <fmt/format.h>
+#include <omp.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "backend/backend.h"
+#include "cli/build_info.h"
+#include "cli/command.h"
+#include "cli/table.h"
+#include "core/quantity.h"
+#include "train/memory_probe.h"
+
+namespace agoq {
+namespace {
+
+// The text after "name:" in a file of /proc, without leading blanks; empty when it is not there.
+std::string proc_field(const char* path, const std::string& name) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind(name, 0) != 0) continue;
+    const std::size_t colon = line.find(':');
+    const std::size_t begin = line.find_first_not_of(" \t", colon + 1);
+    return begin == std::string::npos ? "" : line.substr(begin);
+  }
+  return "";
+}
+
+std::int64_t machine_memory() {
+  return static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+}
+
+// What can be had without swapping; less than the free memory plus caches.
+std::int64_t available_memory() {
+  const std::string kilobytes = proc_field("/proc/meminfo", "MemAvailable");
+  return kilobytes.empty() ? 0 : std::stoll(kilobytes) * 1024;
+}
+
+void print_info() {
+  const BuildInfo& build = build_info();
+  Table table({{}, {}});
+  table.add_row({"agoq", build.version});
+  if (!build.commit.empty()) table.add_row({"commit", build.commit});
+  table.add_row({"compiler", fmt::format("{}, {}", build.compiler, build.build_type)});
+  table.add_row({"backend", cpu_backend().description()});
+  table.add_row({"processor", fmt::format("{}, {} threads", proc_field("/proc/cpuinfo", "model name"),
+                                          std::thread::hardware_concurrency())});
+  table.add_row({"memory", fmt::format("{}, {} available", format_bytes(machine_memory()),
+                                       format_bytes(available_memory()))});
+  table.add_row({"memory probe", memory_probe_available() ? "malloc and mmap are counted" : "not in this build"});
+  for (const auto& [name, version] : build.libraries) table.add_row({name, version});
+  fmt::print("{}", table.to_string());
+}
+
+void print_info_json() {
+  const BuildInfo& build = build_info();
+  nlohmann::ordered_json json;
+  json["version"] = build.version;
+  json["commit"] = build.commit;
+  json["compiler"] = build.compiler;
+  json["build_type"] = build.build_type;
+  json["backend"] = cpu_backend().description();
+  json["processor"] = proc_field("/proc/cpuinfo", "model name");
+  json["threads"] = omp_get_max_threads();
+  json["memory_bytes"] = machine_memory();
+  json["available_memory_bytes"] = available_memory();
+  json["memory_probe"] = memory_probe_available();
+  for (const auto& [name, version] : build.libraries) json["libraries"][name] = version;
+  fmt::print("{}\n", json.dump(2));
+}
+
+}  // namespace
+
+Action declare_info(Arguments& arguments) {
+  const auto json = std::make_shared<bool>(false);
+  arguments.flag("--json", *json, "Print JSON");
+  return [json] { *json ? print_info_json() : print_info(); };
+}
+
+}  // namespace agoq

@@ -1,0 +1,107 @@
+#include "gradients/main_gradients.h"
+
+#include <cmath>
+#include <utility>
+
+namespace agoq {
+namespace {
+
+std::int64_t as_row(std::size_t parameter) { return static_cast<std::int64_t>(parameter); }
+
+RandomKey rounding_key(const Context& context, std::size_t parameter) {
+  return context.random.with(RandomPurpose::kGradientRounding, static_cast<std::uint32_t>(parameter));
+}
+
+}  // namespace
+
+MainGradients::MainGradients(Arena& arena, std::vector<Parameter> parameters,
+                             const GradientConfig& config, ElementType model_type)
+    : parameters_(std::move(parameters)) {
+  gradients_.reserve(parameters_.size());
+  for (const Parameter& parameter : parameters_) {
+    const QuantFormat format =
+        parameter.is_vector() ? exact_format(statistics_type(model_type)) : config.format;
+    gradients_.push_back(take(arena, format, parameter.grid()));
+    bytes_ += storage_bytes(format, parameter.grid());
+  }
+  counters_ = arena.take(ElementType::kInt64, Shape{as_row(parameters_.size()), kQuantCounters});
+  sums_ = arena.take(ElementType::kFp64, Shape{as_row(parameters_.size()), 1});
+}
+
+void MainGradients::zero(const Context& context) {
+  for (const QuantTensor& gradient : gradients_) zero_planes(context, gradient);
+  context.backend.zero(context, counters_.data, counters_.bytes());
+}
+
+void MainGradients::add_weight_gradient(const Context& context, std::size_t parameter, const Tensor& dy,
+                                        const Tensor& x) {
+  context.backend.accumulate_weight_gradient(context, dy, x, gradients_.at(parameter),
+                                             rounding_key(context, parameter),
+                                             counters_.slice_rows(as_row(parameter), as_row(parameter) + 1));
+}
+
+void MainGradients::add(const Context& context, std::size_t parameter, const Tensor& addend) {
+  context.backend.accumulate(context, addend, gradients_.at(parameter), rounding_key(context, parameter),
+                             counters_.slice_rows(as_row(parameter), as_row(parameter) + 1));
+}
+
+void MainGradients::add_embedding(const Context& context, std::size_t parameter, const Tensor& tokens,
+                                  const Tensor& dout) {
+  context.backend.embedding_backward(context, tokens, dout, gradients_.at(parameter),
+                                     rounding_key(context, parameter),
+                                     counters_.slice_rows(as_row(parameter), as_row(parameter) + 1));
+}
+
+Tensor MainGradients::vector(std::size_t parameter) const {
+  check(parameters_.at(parameter).is_vector(),
+        "the gradient of '{}' was asked for as a vector, but it has {} rows: add to it with add() or "
+        "add_weight_gradient()",
+        parameters_[parameter].name, parameters_[parameter].rows);
+  return gradients_[parameter].exact().reshaped(Shape{parameters_[parameter].columns});
+}
+
+double MainGradients::norm(const Context& context, double scale) const {
+  for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    context.backend.sum_of_squares(context, gradients_[parameter],
+                                   sums_.slice_rows(as_row(parameter), as_row(parameter) + 1).reshaped(Shape{1}));
+  }
+  if (context.workspace.is_measuring()) return 0.0;
+
+  std::vector<double> sums(parameters_.size());
+  context.backend.read(context, sums_.data, sums.data(), sums_.bytes());
+  // A quantised format stores NaN as zero and Inf as its largest value: there only the counter tells.
+  for (const NamedCounts& counted : read_counters(context)) {
+    check(counted.counts.non_finite == 0,
+          "the gradient of '{}' must be finite, but {} NaN or Inf elements were added to it: look for "
+          "the overflow in that layer's activations, or lower the learning rate",
+          counted.name, counted.counts.non_finite);
+  }
+  double total = 0.0;
+  for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    check(std::isfinite(sums[parameter]),
+          "the gradient of '{}' must be finite, but its sum of squares is {}: look for the overflow in "
+          "that layer's activations, or lower the learning rate",
+          parameters_[parameter].name, sums[parameter]);
+    total += sums[parameter];
+  }
+  return std::sqrt(total) * scale;
+}
+
+std::vector<MainGradients::NamedCounts> MainGradients::read_counters(const Context& context) const {
+  std::vector<NamedCounts> counted;
+  if (context.workspace.is_measuring()) return counted;
+  std::vector<std::int64_t> rows(parameters_.size() * kQuantCounters);
+  context.backend.read(context, counters_.data, rows.data(), counters_.bytes());
+  for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
+    const std::int64_t* row = rows.data() + parameter * kQuantCounters;
+    const QuantCounts counts{row[static_cast<int>(QuantCounter::kNonFinite)],
+                             row[static_cast<int>(QuantCounter::kSaturated)],
+                             row[static_cast<int>(QuantCounter::kFlushedBlocks)]};
+    if (counts.non_finite != 0 || counts.saturated != 0 || counts.flushed_blocks != 0) {
+      counted.push_back({parameters_[parameter].name, counts});
+    }
+  }
+  return counted;
+}
+
+}  // namespace agoq

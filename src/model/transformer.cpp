@@ -1,0 +1,162 @@
+#include "model/transformer.h"
+
+#include <algorithm>
+
+#include "model/rope_table.h"
+#include "model/transformer_block.h"
+
+namespace agoq {
+namespace {
+
+/// The slots of the final norm, listed by transformer_saves in this order.
+enum FinalSlot : int { kFinalNormInput = static_cast<int>(kLayerInput), kFinalNormRstd };
+
+}  // namespace
+
+std::vector<LayerSlots> transformer_saves(const ModelConfig& config) {
+  std::vector<LayerSlots> layers(static_cast<std::size_t>(config.layers), block_saves(config));
+  // The head's weight gradient is taken in the forward pass, from the exact output of the final norm.
+  layers.push_back({
+      {"final_norm_input", SlotRole::kNormInput, config.hidden, 1, config.dtype, ""},
+      {"final_norm_rstd", SlotRole::kRstd, 1, 1, statistics_type(config.dtype), "final_norm_input"},
+  });
+  return layers;
+}
+
+Transformer::Transformer(const Context& context, const ModelConfig& config, Arena& weights, Arena& tables,
+                         std::int64_t positions)
+    : config_(config), parameters_(parameters_of(config)), index_(index_parameters(config)) {
+  config_.check();
+  for (const Parameter& parameter : parameters_) {
+    weights_.push_back(weights.take(config_.dtype, Shape{parameter.rows, parameter.columns}));
+  }
+  rope_table_ = make_rope_table(context, tables, config_.rope, config_.head_size, positions, config_.dtype);
+}
+
+Tensor Transformer::final_norm_weight() const {
+  return index_.final_norm == kNoParameter ? Tensor{} : weights_[index_.final_norm];
+}
+
+void Transformer::forward(const Context& context, const Batch& batch, ActivationStore& store,
+                          std::size_t frame, MainGradients& gradients, const Tensor& token_loss,
+                          const Tensor& doutput) const {
+  forward_to_norm(context, batch, store, frame, doutput);
+  head_and_loss(context, batch, doutput, token_loss, &gradients);
+}
+
+void Transformer::backward(const Context& context, const Batch& batch, ActivationStore& store,
+                           std::size_t frame, MainGradients& gradients, const Tensor& doutput) const {
+  const Arena::Scope scope(context.workspace);
+  const Tensor dx = context.workspace.take(config_.dtype, doutput.shape);
+  context.backend.zero(context, dx.data, dx.bytes());
+  {
+    LayerFrame final_frame = store.layer(frame, index_.blocks.size());
+    context.backend.norm_backward_saved(
+        context, config_.norm, doutput, final_frame.saved(kFinalNormInput), final_norm_weight(),
+        config_.norm_epsilon, final_frame.load_if_kept(context, kFinalNormRstd), dx,
+        index_.final_norm == kNoParameter ? Tensor{} : gradients.vector(index_.final_norm));
+  }
+  for (std::size_t l = index_.blocks.size(); l-- > 0;) {
+    const BlockCall call{config_, weights_, index_.blocks[l], batch, rope_table_};
+    if (!store.plan().layers[l].recompute_layer) {
+      block_backward(context, call, dx, store.layer(frame, l), gradients);
+      continue;
+    }
+    // Whole-layer recomputation: run the layer again from its input, into the scratch layer. doutput
+    // is free by now and stands in for the MLP output, which nobody needs.
+    LayerFrame scratch = store.recomputed_layer(l);
+    {
+      const Arena::Scope input_scope(context.workspace);
+      LayerFrame kept = store.layer(frame, l);
+      const Tensor input = context.workspace.take(config_.dtype, dx.shape);
+      context.backend.copy(context, kept.load(context, kLayerInput), input);
+      block_forward(context, call, input, {}, doutput, scratch);
+    }
+    block_backward(context, call, dx, scratch, gradients);
+  }
+  gradients.add_embedding(context, index_.embedding, batch.tokens, dx);
+}
+
+void Transformer::evaluate(const Context& context, const Batch& batch, ActivationStore& store,
+                           const Tensor& token_loss) const {
+  const Arena::Scope scope(context.workspace);
+  const Tensor output = context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
+  const std::size_t frame = store.open();
+  forward_to_norm(context, batch, store, frame, output);
+  store.close(frame);
+  head_and_loss(context, batch, output, token_loss, nullptr);
+}
+
+void Transformer::logits(const Context& context, const Batch& batch, ActivationStore& store,
+                         std::int64_t first, std::int64_t last, const Tensor& logits) const {
+  const Arena::Scope scope(context.workspace);
+  const Tensor output = context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
+  const std::size_t frame = store.open();
+  forward_to_norm(context, batch, store, frame, output);
+  store.close(frame);
+  context.backend.matmul(context, output.slice_rows(first, last), Transpose::kNo, weights_[index_.head],
+                         Transpose::kYes, logits);
+}
+
+std::size_t Transformer::loss_workspace(const Context& context, std::int64_t tokens,
+                                        MainGradients& gradients) const {
+  Arena workspace = Arena::measuring("loss chunk");
+  Arena operands = Arena::measuring("operands");
+  const Context measuring{context.backend, context.stream, workspace, context.random};
+  Batch batch;
+  batch.targets = operands.take(ElementType::kInt32, Shape{tokens});
+  batch.weights = operands.take(ElementType::kFp32, Shape{tokens});
+  const Tensor token_loss = operands.take(statistics_type(config_.dtype), Shape{tokens});
+  head_and_loss(measuring, batch, operands.take(config_.dtype, Shape{tokens, config_.hidden}), token_loss,
+                &gradients);
+  return workspace.high_water();
+}
+
+void Transformer::forward_to_norm(const Context& context, const Batch& batch, ActivationStore& store,
+                                  std::size_t frame, const Tensor& output) const {
+  const Arena::Scope scope(context.workspace);
+  const Tensor x = context.workspace.take(config_.dtype, output.shape);
+  const Tensor delta = context.workspace.take(config_.dtype, output.shape);
+  context.backend.embedding_forward(context, batch.tokens, weights_[index_.embedding], x);
+  for (std::size_t l = 0; l < index_.blocks.size(); ++l) {
+    const BlockCall call{config_, weights_, index_.blocks[l], batch, rope_table_};
+    block_forward(context, call, x, l == 0 ? Tensor{} : delta, delta, store.layer(frame, l));
+  }
+  LayerFrame frame_of_norm = store.layer(frame, index_.blocks.size());
+  context.backend.residual_norm_forward(
+      context, config_.norm, x, delta, final_norm_weight(), config_.norm_epsilon, output,
+      frame_of_norm.output(context, kFinalNormRstd), frame_of_norm.destination(kFinalNormInput, x),
+      frame_of_norm.key(context, kFinalNormInput), frame_of_norm.counters(kFinalNormInput));
+}
+
+void Transformer::head_and_loss(const Context& context, const Batch& batch, const Tensor& output,
+                                const Tensor& token_loss, MainGradients* gradients) const {
+  Backend& backend = context.backend;
+  const Tensor& head = weights_[index_.head];
+  const std::int64_t tokens = output.rows();
+  const std::int64_t chunk = std::min(config_.loss_chunk, tokens);
+  const ElementType compute = statistics_type(config_.dtype);
+  const Arena::Scope scope(context.workspace);
+  // The weight gradient accumulates over the chunks in the compute type and touches the main gradient
+  // once per micro-batch.
+  Tensor dhead;
+  if (gradients != nullptr) dhead = context.workspace.take(compute, Shape{head.rows(), head.width()});
+  const Tensor logits_memory = context.workspace.take(compute, Shape{chunk, config_.vocabulary});
+  for (std::int64_t first = 0; first < tokens; first += chunk) {
+    const std::int64_t last = std::min(first + chunk, tokens);
+    const Tensor rows = output.slice_rows(first, last);
+    const Tensor logits = logits_memory.slice_rows(0, last - first);
+    const auto part = [&](const Tensor& vector) {
+      return vector.reshaped(Shape{tokens, 1}).slice_rows(first, last).reshaped(Shape{last - first});
+    };
+    backend.matmul(context, rows, Transpose::kNo, head, Transpose::kYes, logits);
+    backend.cross_entropy(context, logits, part(batch.targets), part(batch.weights), part(token_loss),
+                          gradients != nullptr);
+    if (gradients == nullptr) continue;
+    backend.matmul(context, logits, Transpose::kYes, rows, Transpose::kNo, dhead, first > 0);
+    backend.matmul(context, logits, Transpose::kNo, head, Transpose::kNo, rows);
+  }
+  if (gradients != nullptr) gradients->add(context, index_.head, dhead);
+}
+
+}  // namespace agoq

@@ -1,0 +1,68 @@
+// Transformer: embedding, blocks, final norm, head and loss, over weights that it owns.
+//
+// The head never holds the logits of a whole sequence: it works through chunks of tokens, and when a
+// backward pass follows it leaves the gradient of the final norm's output, computed chunk by chunk
+// beside the loss. The gradient is that of the *sum* of weighted token losses.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "activations/activation_store.h"
+#include "gradients/main_gradients.h"
+#include "model/batch.h"
+#include "model/model_config.h"
+#include "model/parameters.h"
+
+namespace agoq {
+
+/// The slots of every block and, last, of the final norm.
+std::vector<LayerSlots> transformer_saves(const ModelConfig& config);
+
+class Transformer {
+ public:
+  /// Weights from `weights`, uninitialised; a RoPE table for `positions` positions from `tables`.
+  Transformer(const Context&, const ModelConfig& config, Arena& weights, Arena& tables,
+              std::int64_t positions);
+
+  const ModelConfig& config() const { return config_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const ParameterIndex& index() const { return index_; }
+  /// One tensor per parameter, [rows, columns].
+  const std::vector<Tensor>& weights() const { return weights_; }
+
+  /// Runs a micro-batch forward, saving into `frame` of `store`. Writes each token's weighted loss
+  /// into token_loss (compute type [N]) and the gradient of the final norm's output into
+  /// doutput [N, H]; the head's weight gradient is added to `gradients` here.
+  void forward(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
+               MainGradients& gradients, const Tensor& token_loss, const Tensor& doutput) const;
+  /// The backward pass of that micro-batch; doutput is overwritten.
+  void backward(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
+                MainGradients& gradients, const Tensor& doutput) const;
+
+  /// Losses without saving anything; `store` follows make_forward_only_plan.
+  void evaluate(const Context&, const Batch&, ActivationStore& store, const Tensor& token_loss) const;
+  /// The logits, compute type [last - first, V], of tokens [first, last) of the batch.
+  void logits(const Context&, const Batch&, ActivationStore& store, std::int64_t first, std::int64_t last,
+              const Tensor& logits) const;
+
+  /// Workspace bytes that the head and loss of forward take for `tokens` tokens. For the memory plan.
+  std::size_t loss_workspace(const Context&, std::int64_t tokens, MainGradients& gradients) const;
+
+ private:
+  /// Everything up to and including the final norm: output [N, H].
+  void forward_to_norm(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
+                       const Tensor& output) const;
+  /// Losses of `output`; with `gradients`, replaces output by its gradient.
+  void head_and_loss(const Context&, const Batch&, const Tensor& output, const Tensor& token_loss,
+                     MainGradients* gradients) const;
+  Tensor final_norm_weight() const;
+
+  ModelConfig config_;
+  std::vector<Parameter> parameters_;
+  ParameterIndex index_;
+  std::vector<Tensor> weights_;
+  Tensor rope_table_;
+};
+
+}  // namespace agoq

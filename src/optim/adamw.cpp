@@ -1,0 +1,160 @@
+// The optimizer's state and the step over all parameters; the arithmetic is Backend::adamw_update.
+#include "optim/adamw.h"
+
+#include <algorithm>
+
+#include "core/master_weight.h"
+
+namespace agoq {
+namespace {
+
+constexpr QuantFormat kFirstMomentFormat{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest};
+constexpr QuantFormat kSecondMomentFormat{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
+
+// A scaled gradient above this would square to an FP32 second moment of Inf.
+constexpr double kLargestNorm = 1e19;
+
+// Elements converted at once when weights are initialised.
+constexpr std::int64_t kInitialChunk = 1 << 14;
+
+void check_config(const OptimizerConfig& config) {
+  check_input(0 <= config.beta1 && config.beta1 < 1 && 0 <= config.beta2 && config.beta2 < 1,
+              "optimizer.beta1 and beta2 are at least 0 and under 1; they are {} and {}", config.beta1,
+              config.beta2);
+  check_input(config.epsilon > 0,
+              "optimizer.epsilon must be above 0, or a weight without gradient becomes 0 / 0; it is {}",
+              config.epsilon);
+  check_input(config.weight_decay >= 0, "optimizer.weight_decay must not be negative; it is {}",
+              config.weight_decay);
+  check_input(config.clip_norm >= 0, "optimizer.clip_norm is above 0, or 0 for no clipping; it is {}",
+              config.clip_norm);
+}
+
+// Host bytes of a chunk of `initial` as weight and, if there is one, master.
+struct InitialBytes {
+  std::vector<std::byte> weight;
+  std::vector<std::byte> master;
+};
+
+template <typename T>
+void append(std::vector<std::byte>& bytes, T value) {
+  const auto* const begin = reinterpret_cast<const std::byte*>(&value);
+  bytes.insert(bytes.end(), begin, begin + sizeof(T));
+}
+
+// BF16 weights are rounded half away from zero under every MasterKind, so that all start from the same.
+void convert(const std::vector<float>& initial, ElementType weight_type, MasterKind kind, InitialBytes& bytes) {
+  bytes.weight.clear();
+  bytes.master.clear();
+  for (const float value : initial) {
+    if (weight_type == ElementType::kFp64) {
+      append(bytes.weight, static_cast<double>(value));
+    } else if (weight_type == ElementType::kFp32) {
+      append(bytes.weight, value);
+    } else {
+      const SplitMaster split = split_master(value);
+      append(bytes.weight, split.weight);
+      if (kind == MasterKind::kFp32) append(bytes.master, value);
+      if (kind == MasterKind::kRemainder) append(bytes.master, split.remainder);
+    }
+  }
+}
+
+}  // namespace
+
+AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& parameters,
+             const OptimizerConfig& config, ElementType model_type)
+    : config_(config), master_kind_(model_type == ElementType::kBf16 ? config.master : MasterKind::kNone) {
+  check_config(config);
+  check_input(model_type == ElementType::kBf16 || model_type == ElementType::kFp32 ||
+                  model_type == ElementType::kFp64,
+              "the optimizer updates bf16, fp32 or fp64 weights; the model's are {}", name_of(model_type));
+  const QuantFormat exact = exact_format(statistics_type(model_type));
+  for (const Parameter& parameter : parameters) {
+    const bool quantised = config.moments_8bit && parameter.count() >= kSmallTensor;
+    const QuantFormat first_format = quantised ? kFirstMomentFormat : exact;
+    const QuantFormat second_format = quantised ? kSecondMomentFormat : exact;
+    first_.push_back(take(moments, first_format, parameter.grid()));
+    second_.push_back(take(moments, second_format, parameter.grid()));
+    moment_bytes_ += storage_bytes(first_format, parameter.grid()) +
+                     storage_bytes(second_format, parameter.grid());
+    Tensor master;
+    if (master_kind_ != MasterKind::kNone) {
+      const ElementType type = master_kind_ == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
+      master = masters.take(type, Shape{parameter.rows, parameter.columns});
+      master_bytes_ += master.bytes();
+    }
+    masters_.push_back(master);
+  }
+}
+
+void AdamW::initialise(const Context& context, std::size_t parameter, const Tensor& initial,
+                       const Tensor& weight) {
+  check(initial.type == ElementType::kFp32 && initial.count() == weight.count() &&
+            initial.count() == first_.at(parameter).grid.count(),
+        "initial values of parameter {} must be fp32, {} of them; they are {} {} for a weight {}", parameter,
+        first_.at(parameter).grid.count(), name_of(initial.type), initial.shape.to_string(),
+        weight.shape.to_string());
+  zero_planes(context, first_[parameter]);
+  zero_planes(context, second_[parameter]);
+  if (context.workspace.is_measuring()) return;
+
+  // Once per run and not inside a step, so on the host; in chunks, to leave the planned peak alone.
+  const Tensor& master = masters_[parameter];
+  InitialBytes bytes;
+  std::vector<float> chunk;
+  for (std::int64_t begin = 0; begin < initial.count(); begin += kInitialChunk) {
+    const auto offset = static_cast<std::size_t>(begin);
+    chunk.resize(static_cast<std::size_t>(std::min(kInitialChunk, initial.count() - begin)));
+    context.backend.read(context, initial.data + offset * sizeof(float), chunk.data(),
+                         chunk.size() * sizeof(float));
+    convert(chunk, weight.type, master_kind_, bytes);
+    context.backend.upload(context, bytes.weight.data(), weight.data + offset * size_of(weight.type),
+                           bytes.weight.size());
+    if (master) {
+      context.backend.upload(context, bytes.master.data(), master.data + offset * size_of(master.type),
+                             bytes.master.size());
+    }
+  }
+}
+
+double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
+                     const MainGradients& gradients, double learning_rate, double gradient_scale,
+                     std::int64_t step) {
+  const std::vector<Parameter>& parameters = gradients.parameters();
+  check(weights.size() == first_.size() && parameters.size() == first_.size(),
+        "the optimizer holds state for {} parameters; it was given {} weights and {} gradients",
+        first_.size(), weights.size(), parameters.size());
+  check(step >= 1, "optimizer steps count from 1; step {} was asked for", step);
+
+  const double norm = gradients.norm(context, gradient_scale);
+  const bool clip = config_.clip_norm > 0 && norm > config_.clip_norm;
+  const double clip_factor = clip ? config_.clip_norm / norm : 1.0;
+  check(norm * clip_factor <= kLargestNorm,
+        "the gradient norm must be at most {} for its square to fit the second moment; it is {}: set "
+        "optimizer.clip_norm or lower the learning rate",
+        kLargestNorm, norm);
+
+  AdamwStep scalars;
+  scalars.master = master_kind_;
+  scalars.learning_rate = learning_rate;
+  scalars.beta1 = config_.beta1;
+  scalars.beta2 = config_.beta2;
+  scalars.epsilon = config_.epsilon;
+  scalars.gradient_scale = gradient_scale * clip_factor;
+  scalars.step = step;
+  for (std::size_t parameter = 0; parameter < first_.size(); ++parameter) {
+    scalars.weight_decay = parameters[parameter].is_vector() ? 0.0 : config_.weight_decay;
+    // The update belongs to the step, whichever micro-batch the context saw last.
+    RandomKey key = context.random.with(RandomPurpose::kWeightRounding, static_cast<std::uint32_t>(parameter));
+    key.step = static_cast<std::uint32_t>(step);
+    key.micro_batch = 0;
+    context.backend.adamw_update(context,
+                                 {weights[parameter], masters_[parameter], gradients.gradient(parameter),
+                                  first_[parameter], second_[parameter]},
+                                 scalars, key);
+  }
+  return norm;
+}
+
+}  // namespace agoq

@@ -1,0 +1,90 @@
+// RunConfig: everything a run is told, read from TOML.
+//
+// One table of keys (config_keys) drives all of it: parsing, ranges, unknown keys, --set overrides
+// and writing the resolved settings back as TOML, so a key is described in exactly one place.
+// Invariant: parse_run_config(to_toml(c)) == c for every c that check() accepts.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "activations/bit_plan.h"
+#include "data/dataset.h"
+#include "gradients/main_gradients.h"
+#include "model/model_config.h"
+#include "optim/adamw.h"
+
+namespace agoq {
+
+struct CheckpointConfig {
+  std::int64_t every = 0;  // steps between checkpoints; 0: only at the end of the run
+  std::int64_t keep = 2;   // the newest that stay
+
+  bool operator==(const CheckpointConfig&) const = default;
+};
+
+struct RunSettings {
+  std::string directory = "runs/run";
+  std::uint64_t seed = 1;
+  std::int64_t threads = 0;  // 0: one per processor
+  std::int64_t log_every = 1;
+
+  std::int64_t steps = 100;
+  std::int64_t sequence = 256;          // tokens
+  std::int64_t micro_batch = 2;         // sequences of one micro-batch
+  std::int64_t micro_batches = 4;       // of one step
+  std::int64_t validate_every = 0;      // steps; 0: after the last step only
+  std::int64_t validation_batches = 0;  // micro-batches of one validation; 0: all
+
+  bool operator==(const RunSettings&) const = default;
+  std::int64_t tokens_per_step() const { return sequence * micro_batch * micro_batches; }
+};
+
+struct RunConfig {
+  ModelConfig model;
+  DataConfig data;
+  OptimizerConfig optimizer;
+  ActivationConfig activations;
+  GradientConfig gradients;
+  CheckpointConfig checkpoint;
+  RunSettings run;  // the keys of [train] and [run]
+
+  bool operator==(const RunConfig&) const = default;
+  /// Throws Error (kInput) naming the keys that do not fit together. Single values are in range
+  /// already when they come from a file or an override.
+  void check() const;
+};
+
+/// A value as TOML has it.
+using Setting = std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
+
+struct ConfigKey {
+  std::string section;
+  std::string name;
+  std::string allowed;      // "an integer from 1", "one of cosine, linear": completes "must be ..."
+  std::string description;  // one line
+  std::function<Setting(const RunConfig&)> get;
+  /// False when the value is not an allowed one; it holds the alternative that get() returns.
+  std::function<bool(RunConfig&, const Setting&)> set;
+
+  std::string full_name() const { return section + "." + name; }
+};
+
+/// Every key, in the order in which to_toml writes them.
+const std::vector<ConfigKey>& config_keys();
+
+/// The text of `toml` over the defaults, then `overrides` ("section.key=value") in their order, then
+/// RunConfig::check(). `name` stands in messages. Throws Error (kInput) with name and line.
+RunConfig parse_run_config(std::string_view toml, const std::string& name,
+                           const std::vector<std::string>& overrides = {});
+/// parse_run_config of the file at `path`.
+RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {});
+
+/// All settings as TOML, each under its description.
+std::string to_toml(const RunConfig& config);
+
+}  // namespace agoq
