@@ -11,6 +11,7 @@
 
 #include "backend/backend.h"
 #include "checkpoint/durable_file.h"
+#include "checkpoint/strict_json.h"
 #include "core/error.h"
 #include "model/parameters.h"
 
@@ -22,16 +23,13 @@ using Json = nlohmann::json;
 
 constexpr std::size_t kLargestConfig = 1 << 20;
 constexpr std::size_t kLargestIndex = 100'000'000;
+constexpr int kDeepestConfig = 8;
+constexpr int kDeepestIndex = 2;
+// Beyond any model, and small enough that products of two of them fit into int64.
+constexpr std::int64_t kLargestExtent = std::int64_t{1} << 28;
+constexpr std::int64_t kMostLayers = 1 << 16;
 // OlmoForCausalLM has it in its code and not in its configuration.
 constexpr double kOlmoEpsilon = 1e-5;
-
-Json parse_json(std::string_view text, const std::string& source) {
-  try {
-    return Json::parse(text);
-  } catch (const Json::parse_error& error) {
-    fail_input("'{}' is not JSON (at byte {})", source, error.byte);
-  }
-}
 
 struct DtypeName {
   ElementType type;
@@ -62,18 +60,18 @@ class Section {
     return found == object_.end() || found->is_null() ? nullptr : &*found;
   }
 
-  /// At least 1, at most what an int holds, which is beyond any model.
-  std::int64_t integer(const char* key, std::optional<std::int64_t> otherwise) {
+  /// From 1 to `largest`.
+  std::int64_t integer(const char* key, std::optional<std::int64_t> otherwise,
+                       std::int64_t largest = kLargestExtent) {
     const Json* value = find(key);
     if (value == nullptr) {
       check_input(otherwise.has_value(), "'{}' does not give {}{}", source_, prefix_, key);
       return *otherwise;
     }
-    check_input(
-        value->is_number_unsigned() && value->get<std::uint64_t>() >= 1 &&
-            value->get<std::uint64_t>() <= std::uint64_t{std::numeric_limits<std::int32_t>::max()},
-        "'{}': {}{} must be a positive integer below 2^31; {} was given", source_, prefix_, key,
-        shown(*value));
+    check_input(value->is_number_unsigned() && value->get<std::uint64_t>() >= 1 &&
+                    value->get<std::uint64_t>() <= static_cast<std::uint64_t>(largest),
+                "'{}': {}{} must be an integer from 1 to {}; {} was given", source_, prefix_, key,
+                largest, shown(*value));
     return static_cast<std::int64_t>(value->get<std::uint64_t>());
   }
 
@@ -293,7 +291,7 @@ std::string to_config_json(const HuggingFaceConfig& config) {
 }
 
 HuggingFaceConfig parse_config_json(std::string_view text, const std::string& source) {
-  const Json json = parse_json(text, source);
+  const Json json = parse_strict_json(text, source, kDeepestConfig);
   Section root(json, source, "");
   HuggingFaceConfig config;
   ModelConfig& model = config.model;
@@ -319,7 +317,7 @@ HuggingFaceConfig parse_config_json(std::string_view text, const std::string& so
   }
 
   model.hidden = root.integer("hidden_size", {});
-  model.layers = root.integer("num_hidden_layers", {});
+  model.layers = root.integer("num_hidden_layers", {}, kMostLayers);
   model.heads = static_cast<int>(root.integer("num_attention_heads", {}));
   model.kv_heads = static_cast<int>(root.integer("num_key_value_heads", model.heads));
   if (root.find("head_dim") == nullptr) {
@@ -362,7 +360,9 @@ HuggingFaceConfig parse_config_json(std::string_view text, const std::string& so
 }
 
 HuggingFaceConfig read_config(const std::string& path) {
-  const std::string file = fs::is_directory(path) ? (fs::path(path) / "config.json").string() : path;
+  std::error_code error;
+  const std::string file =
+      fs::is_directory(path, error) ? (fs::path(path) / "config.json").string() : path;
   return parse_config_json(read_text(file, kLargestConfig), file);
 }
 
@@ -621,19 +621,20 @@ HuggingFaceModel::open_files() {
   std::map<std::string, std::pair<const SafetensorsReader*, const SafetensorsEntry*>> found;
   const fs::path directory(directory_);
   const fs::path index_path = directory / "model.safetensors.index.json";
-  if (fs::exists(directory / "model.safetensors")) {
+  std::error_code error;
+  if (fs::exists(directory / "model.safetensors", error)) {
     readers_.emplace_back((directory / "model.safetensors").string());
     for (const SafetensorsEntry& entry : readers_.back().entries()) {
       found[entry.name] = {&readers_.back(), &entry};
     }
     return found;
   }
-  check_input(fs::exists(index_path),
+  check_input(fs::exists(index_path, error),
               "'{}' has neither model.safetensors nor model.safetensors.index.json: save the model with "
               "transformers' save_pretrained",
               directory_);
   const std::string index = index_path.string();
-  const Json json = parse_json(read_text(index, kLargestIndex), index);
+  const Json json = parse_strict_json(read_text(index, kLargestIndex), index, kDeepestIndex);
   check_input(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(),
               "'{}' has no object weight_map", index);
   std::map<std::string, const SafetensorsReader*> readers;

@@ -1,6 +1,7 @@
 #include "checkpoint/safetensors.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -233,6 +234,24 @@ TEST_F(Safetensors, RefusesAMissingTensorAndAWrongShape) {
   EXPECT_THROW(reader.entry("tensor.fp32", ElementType::kInt32, Shape{2, 5}), Error);
 }
 
+/// A file in memory, so that thousands of versions of it cost no disk.
+class MemoryFile {
+ public:
+  MemoryFile() : descriptor_(::memfd_create("safetensors_test", MFD_CLOEXEC)) {}
+  ~MemoryFile() { ::close(descriptor_); }
+  MemoryFile(const MemoryFile&) = delete;
+  MemoryFile& operator=(const MemoryFile&) = delete;
+  std::string path() const { return fmt::format("/proc/self/fd/{}", descriptor_); }
+  void write(const std::string& bytes) const {
+    const auto size = static_cast<off_t>(bytes.size());
+    ASSERT_EQ(::ftruncate(descriptor_, size), 0);
+    ASSERT_EQ(::pwrite(descriptor_, bytes.data(), bytes.size(), 0), size);
+  }
+
+ private:
+  int descriptor_;
+};
+
 /// Opens and reads everything; anything but success or an Error escapes. True if it was accepted.
 bool read_all(const std::string& path) {
   try {
@@ -251,17 +270,20 @@ bool read_all(const std::string& path) {
 TEST_F(Safetensors, RefusesEveryTruncation) {
   Sample().write(path_);
   const std::string whole = read_raw();
+  const MemoryFile file;
   for (std::size_t length = 0; length < whole.size(); ++length) {
-    write_raw(whole.substr(0, length));
-    EXPECT_FALSE(read_all(path_)) << "accepted at " << length << " of " << whole.size() << " bytes";
+    file.write(whole.substr(0, length));
+    EXPECT_FALSE(read_all(file.path()))
+        << "accepted at " << length << " of " << whole.size() << " bytes";
   }
-  write_raw(whole + "x");
-  EXPECT_FALSE(read_all(path_)) << "accepted with a byte too many";
+  file.write(whole + "x");
+  EXPECT_FALSE(read_all(file.path())) << "accepted with a byte too many";
 }
 
 TEST_F(Safetensors, SurvivesFlippedBytes) {
   Sample().write(path_);
   const std::string whole = read_raw();
+  const MemoryFile file;
   std::uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, whole.data(), 8);
   const std::size_t front = 8 + header_bytes;
@@ -271,8 +293,8 @@ TEST_F(Safetensors, SurvivesFlippedBytes) {
     for (int bit = 0; bit < 8; ++bit) {
       std::string broken = whole;
       broken[at] = static_cast<char>(broken[at] ^ (1 << bit));
-      write_raw(broken);
-      refused += read_all(path_) ? 0 : 1;
+      file.write(broken);
+      refused += read_all(file.path()) ? 0 : 1;
     }
   }
   // Most flips change a name, which is as good as another; all flips of the length must be refused
@@ -290,8 +312,8 @@ TEST_F(Safetensors, SurvivesFlippedBytes) {
       broken[at] =
           choice % 3 == 0 ? static_cast<char>(choice >> 8) : digits[(choice >> 8) % (sizeof digits - 1)];
     }
-    write_raw(broken);
-    read_all(path_);
+    file.write(broken);
+    read_all(file.path());
   }
 }
 

@@ -1,0 +1,73 @@
+// Checkpoints of a training run: all that a step reads and writes, as bytes, so that a resumed run
+// continues bit for bit.
+//
+// Layout, under a run's checkpoints/ directory:
+//   step-N/config.json          the model, readable by transformers (checkpoint/hugging_face.h)
+//   step-N/model.safetensors    weights, each in its own element type
+//   step-N/state.safetensors    per parameter <name>.master (F32, or the I16 remainder) where there is
+//                               one, and the planes <name>.{first,second}_moment.{codes,bits,scales,
+//                               super} as U8 [rows, bytes per row]; in __metadata__ step, next_sequence,
+//                               seed, formats and grids
+// Main gradients are zero between steps and are not stored.
+//
+// Invariant: a directory named step-N is whole. It is written as .step-N.tmp, every file synced, then
+// renamed; a removed one is renamed back first. What a crash leaves behind bears a name that no reader
+// looks at, and the next writer removes it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/context.h"
+#include "checkpoint/hugging_face.h"
+#include "core/tensor.h"
+#include "gradients/parameter.h"
+#include "model/model_config.h"
+#include "optim/adamw.h"
+
+namespace agoq {
+
+/// Where a run stands.
+struct TrainingPosition {
+  std::int64_t step = 0;           // updates done
+  std::int64_t next_sequence = 0;  // number of the next sequence of the training stream (data/dataset.h)
+  std::uint64_t seed = 0;
+};
+
+/// What a checkpoint is made from and read into.
+struct TrainingSubject {
+  const HuggingFaceConfig& config;
+  const std::vector<Parameter>& parameters;
+  const std::vector<Tensor>& weights;
+  const AdamW& optimizer;
+  /// Of the main gradients: not stored, but a resumed run with another one would not be the same run.
+  QuantFormat gradient_format;
+};
+
+/// The directory of a checkpoint: `checkpoints`/step-N.
+std::string checkpoint_directory(const std::string& checkpoints, std::int64_t step);
+/// The steps of all whole checkpoints in `checkpoints`, ascending; empty if the directory is absent.
+std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints);
+/// The last of them.
+std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints);
+/// Removes what crashes left in `checkpoints`.
+void remove_unfinished_checkpoints(const std::string& checkpoints);
+
+/// Writes `checkpoints`/step-N for position.step, taking the place of one that is there, and then
+/// removes all but the last `keep` checkpoints (keep >= 1). `version` names the program that writes.
+/// Throws Error (kInput) if there is one of a later step: `latest` would lead a resumed run astray. A
+/// run that does not resume should look for checkpoints before it starts.
+void write_checkpoint(const Context&, const std::string& checkpoints, const TrainingSubject& subject,
+                      const TrainingPosition& position, std::int64_t keep, const std::string& version);
+
+/// Where the run of a checkpoint stood, without reading its state.
+TrainingPosition read_training_position(const std::string& directory);
+
+/// Fills weights, masters and moments from a checkpoint. Throws Error (kInput), before anything is
+/// overwritten, if model, formats or grids are not those of the subject; it says what differs.
+TrainingPosition read_checkpoint(const Context&, const std::string& directory,
+                                 const TrainingSubject& subject);
+
+}  // namespace agoq
