@@ -7,6 +7,9 @@ target_compile_options(agoq_flags INTERFACE
   -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Werror=return-type
   # Codes are the same bytes on every backend: no contraction into FMAs, no fast-math.
   -ffp-contract=off -fno-math-errno
+  # Changes no result: it says that nobody reads the FP exception flags, without which GCC will not turn
+  # a clamp or a choice between two floats into a vector select (e4m3 encodes 4 times as fast with it).
+  -fno-trapping-math
   $<$<CONFIG:Release>:-O3>)
 target_link_libraries(agoq_flags INTERFACE fmt::fmt OpenMP::OpenMP_CXX Threads::Threads)
 if(AGOQ_SANITIZE)

@@ -58,15 +58,22 @@ AGOQ_HD RandomWords philox(RandomWords counter, std::uint32_t key0, std::uint32_
   return counter;
 }
 
-/// Four words for block `index / 4` of the stream that `key` names. Step, micro-batch, purpose and
-/// tensor are folded into the Philox key by one more block, so all of their bits count.
-AGOQ_HD RandomWords random_words(const RandomKey& key, std::uint64_t block) {
-  const RandomWords mixed =
-      philox({{key.step, key.micro_batch, static_cast<std::uint32_t>(key.purpose), key.tensor}},
-             static_cast<std::uint32_t>(key.seed), static_cast<std::uint32_t>(key.seed >> 32));
+/// Step, micro-batch, purpose and tensor folded into a Philox key and half a counter by one more block,
+/// so that all of their bits count. The same for every element: loops compute it once.
+AGOQ_HD RandomWords mixed_key(const RandomKey& key) {
+  return philox({{key.step, key.micro_batch, static_cast<std::uint32_t>(key.purpose), key.tensor}},
+                static_cast<std::uint32_t>(key.seed), static_cast<std::uint32_t>(key.seed >> 32));
+}
+
+/// Four words for block `index / 4` of the stream that the mixed key names.
+AGOQ_HD RandomWords random_words(const RandomWords& mixed, std::uint64_t block) {
   return philox({{static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block >> 32),
                   mixed.word[2], mixed.word[3]}},
                 mixed.word[0], mixed.word[1]);
+}
+
+AGOQ_HD RandomWords random_words(const RandomKey& key, std::uint64_t block) {
+  return random_words(mixed_key(key), block);
 }
 
 /// 32 random bits for element `index`.

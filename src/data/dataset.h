@@ -5,9 +5,19 @@
 // once per epoch by a counter-based key, concatenated, and cut into sequences of `sequence` tokens;
 // a sequence's targets are its tokens shifted by one, so sequence i covers stream positions
 // [i * sequence, (i + 1) * sequence] and the last position is the next one's first.
+//
+// Under document attention nothing in a document predicts its first token, so the target that
+// follows a document end has weight 0; across documents (document_attention = false) it counts. The
+// last token of a pass has no target, so its weight is 0 as well. A position counts from the start of
+// the document (document attention) or of the sequence, whichever came last; every sequence starts a
+// new entry of document_starts.
+//
+// The text is held once, as bytes; tokens exist only in the batch that fill() writes.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,13 +58,14 @@ struct HostBatch {
 
 class Dataset {
  public:
-  /// Reads all documents. Throws Error (kInput): no documents, an unreadable file, an empty split.
+  /// Reads all documents; empty files are none. Throws Error (kInput): a path that does not exist, a
+  /// folder without a file of the extensions, an unreadable file, an empty split.
   static Dataset load(const DataConfig& config);
 
   std::int64_t documents(Split split) const;
   /// Tokens of one pass, document ends included.
   std::int64_t tokens(Split split) const;
-  /// Bytes of host memory that the text takes (for the memory plan).
+  /// Bytes of host memory that the text and its order take (for the memory plan).
   std::size_t bytes() const;
 
   /// Sequences of `sequence` tokens in one pass: training drops the rest of a pass; validation
@@ -62,12 +73,50 @@ class Dataset {
   std::int64_t sequences(Split split, std::int64_t sequence) const;
   /// Fills `batch` with `count` sequences from number `first` of the endless training stream, or of
   /// the one validation pass (past its end: weight 0). Does not allocate once `batch` has its size.
+  /// Any `first` costs a search among the documents, and a shuffle of them when the epoch changes.
+  /// Throws Error (kInput) when training text is shorter than a sequence. Safe to call concurrently.
   void fill(Split split, std::uint64_t seed, std::int64_t first, std::int64_t count,
             std::int64_t sequence, HostBatch& batch) const;
 
   /// Cross-entropy in nats per token, on the validation documents, of an order-1 byte model counted
   /// on the training documents (add-one smoothing over the 257 symbols): the bar any model must beat.
+  /// It counts the targets that fill() gives a weight.
   double order1_loss() const;
+
+ private:
+  struct Document {
+    std::int64_t begin;   // in text_
+    std::int64_t length;  // bytes, the end token not included
+  };
+  // The documents of a pass in the order in which it walks them.
+  struct Order {
+    std::vector<std::int32_t> documents;  // indices into the split's documents
+    std::vector<std::int64_t> starts;     // stream position of each, and the end of the pass
+  };
+  // The order of the epoch that was asked for last: one, whatever the number of epochs.
+  struct Epoch {
+    std::mutex mutex;
+    bool shuffled = false;
+    std::uint64_t seed = 0;
+    std::int64_t number = 0;
+    Order order;
+  };
+
+  Dataset() = default;
+  const std::vector<Document>& documents_of(Split split) const {
+    return split == Split::kTraining ? training_ : validation_;
+  }
+  static void set_starts(const std::vector<Document>& documents, Order& order);
+  void shuffle(std::uint64_t seed, std::int64_t number) const;
+  void fill_sequence(const std::vector<Document>& documents, const Order& order, std::int64_t position,
+                     std::int64_t sequence, std::int64_t at, HostBatch& batch) const;
+
+  bool document_attention_ = true;
+  std::vector<char> text_;
+  std::vector<Document> training_;
+  std::vector<Document> validation_;
+  Order validation_order_;
+  std::unique_ptr<Epoch> epoch_;  // mutable through the pointer, guarded by its mutex
 };
 
 }  // namespace agoq

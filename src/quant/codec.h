@@ -109,15 +109,14 @@ AGOQ_HD std::uint32_t encode_nf4(float y, std::integer_sequence<int, index...>) 
 constexpr double power_of_ten(int exponent) {
   double power = 1;
   for (int i = 0; i < exponent; ++i) power *= 10;
-  for (int i = 0; i > exponent; --i) power /= 10;
   return power;
 }
 
 template <bool is_signed>
 struct DynamicMap {
   static constexpr int values(int decade) { return 1 << (is_signed ? decade : decade + 1); }
-  static constexpr double level(int decade, int k) {
-    return (.1 + .9 * (k + .5) / values(decade)) * power_of_ten(decade - 6);
+  static constexpr double level(int decade, int k) {  // one rounding: both operands are whole numbers
+    return (2 * values(decade) + 9 * (2 * k + 1)) / (20 * values(decade) * power_of_ten(6 - decade));
   }
   /// Magnitudes from this on belong to decade `decade` (1..6) or above; 7 stands for the level 1.
   static constexpr float decade_start(int decade) {
@@ -128,7 +127,7 @@ struct DynamicMap {
   template <int decade>
   static constexpr float kDecadeStart = decade_start(decade);
   template <int decade>
-  static constexpr float kSlope = static_cast<float>(values(decade) / (.9 * power_of_ten(decade - 6)));
+  static constexpr float kSlope = static_cast<float>(values(decade) * power_of_ten(7 - decade) / 9);
   static constexpr std::uint32_t kZero = is_signed ? 0 : 1;
   static constexpr std::uint32_t kOne = is_signed ? 128 : 256;
 
@@ -278,28 +277,33 @@ AGOQ_HD std::uint32_t encode(float y) {
 }
 
 /// One of the two codes around y, chosen by `uniform` in [0, 1) so that the expected level is y, for
-/// y within the code's range; outside it the last level.
+/// y within the code's range; outside it the last level. nearest = encode<code>(y).
 template <Code code>
-AGOQ_HD std::uint32_t encode_stochastic(float y, float uniform) {
-  constexpr bool kUnsigned = code == Code::kDynamic8Unsigned;
+AGOQ_HD std::uint32_t choose_stochastically(float y, std::uint32_t nearest, float uniform) {
   constexpr float kHighest = code == Code::kInt4FullRange ? 7.0f : kMaximum<code>;
-  constexpr float kLowest = kUnsigned                   ? 0.0f
+  constexpr float kLowest = code == Code::kDynamic8Unsigned ? 0.0f
                             : code == Code::kDynamic8 ? codec_detail::DynamicMap<true>::kLevels.value[0]
                                                       : -kMaximum<code>;
+  constexpr std::uint32_t kMagnitude = 0x7FFFFFFFu;
   float clamped = y < kHighest ? y : kHighest;
   clamped = clamped > kLowest ? clamped : kLowest;
-  const std::uint32_t nearest = encode<code>(clamped);
   const float level = decode<code>(nearest);
   const float distance = clamped - level;
+  float upward = distance;
+  if constexpr (is_sign_magnitude_code(code)) {  // codes grow away from zero
+    upward = std::bit_cast<float>(std::bit_cast<std::uint32_t>(clamped) & kMagnitude) -
+             std::bit_cast<float>(std::bit_cast<std::uint32_t>(level) & kMagnitude);
+  }
   // Where `clamped` is a level, the neighbour may not exist; it is not chosen then.
-  constexpr std::uint32_t kMask = (1u << code_bits(code)) - 1;
-  bool rising = distance > 0.0f;
-  if constexpr (is_sign_magnitude_code(code)) rising = rising != (clamped < 0.0f);
-  const std::uint32_t other = (rising ? nearest + 1u : nearest - 1u) & kMask;
-  const float gap = decode<code>(other) - level;
-  const float absolute_gap = gap < 0.0f ? -gap : gap;
-  const float absolute_distance = distance < 0.0f ? -distance : distance;
-  return absolute_distance > uniform * absolute_gap ? other : nearest;
+  const std::uint32_t other = (nearest + (upward > 0.0f ? 1u : ~0u)) & ((1u << code_bits(code)) - 1);
+  const float gap = std::bit_cast<float>(std::bit_cast<std::uint32_t>(decode<code>(other) - level) & kMagnitude);
+  const float away = std::bit_cast<float>(std::bit_cast<std::uint32_t>(distance) & kMagnitude);
+  return away > uniform * gap ? other : nearest;
+}
+
+template <Code code>
+AGOQ_HD std::uint32_t encode_stochastic(float y, float uniform) {
+  return choose_stochastically<code>(y, encode<code>(y), uniform);
 }
 
 // --- scales ---

@@ -230,6 +230,7 @@ struct TomlText {
 }  // namespace
 
 void RunConfig::check() const {
+  model.check();
   check_input(data.holdout_index < data.holdout_every,
               "data.holdout_index is {} and must be below data.holdout_every, which is {}",
               data.holdout_index, data.holdout_every);
@@ -252,7 +253,7 @@ RunConfig parse_run_config(std::string_view toml, const std::string& name,
   const toml::value root = parse_toml(toml, name);
   for (const auto& [section, table] : in_text_order(root.as_table())) {
     const std::string place = place_of(table, name);
-    check_input(table.is_table() || section_names().empty(),
+    check_input(table.is_table(),
                 "{}: {} stands outside of a section; the sections are {}", place, section,
                 join(section_names()));
     check_section(section, place);

@@ -25,6 +25,9 @@ namespace {
 // of {.1, .55, 1}.
 constexpr float kSmallestUnsignedLevel = 0.325e-6f;
 
+// Fewer elements are updated sooner by one thread than by waking the others.
+constexpr std::int64_t kParallelElements = 8192;
+
 template <typename T>
 struct Scalars {
   T gradient_scale, one_minus_beta1, beta2, one_minus_beta2, keep, rate, second_correction, epsilon;
@@ -148,7 +151,7 @@ void update(const Context& context, const AdamwTensors& tensors, const AdamwStep
   RandomKey second_key = first_key;
   second_key.micro_batch = first_key.micro_batch + 1;
 
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width >= kParallelElements)
   for (std::int64_t row = 0; row < rows; ++row) {
     T* const own = scratch.as<T>() + omp_get_thread_num() * kRows * width;
     const auto load = [&](const QuantTensor& tensor, T* buffer) {

@@ -220,10 +220,11 @@ void encode_block(const float* x, std::int64_t count, float scale, std::uint8_t*
 template <Code code>
 void encode_block_stochastic(const float* x, std::int64_t count, float scale, const std::uint32_t* random,
                              std::uint8_t* out) {
+  encode_block<code>(x, count, scale, out);  // a loop of its own: it vectorises even where decode does not
   const float r = 1.0f / scale;
   for (std::int64_t i = 0; i < count; ++i) {
     const float uniform = static_cast<float>(static_cast<std::int32_t>(random[i] >> 8)) * 0x1p-24f;
-    out[i] = static_cast<std::uint8_t>(encode_stochastic<code>(x[i] * r, uniform));
+    out[i] = static_cast<std::uint8_t>(choose_stochastically<code>(x[i] * r, out[i], uniform));
   }
 }
 
@@ -232,9 +233,10 @@ const std::uint32_t* draw(const RandomKey& key, std::uint64_t first, std::int64_
                           std::uint32_t* words) {
   const std::uint64_t first_draw = first / 4;
   const std::uint64_t end_draw = (first + static_cast<std::uint64_t>(count) + 3) / 4;
-  for (std::uint64_t i = first_draw; i < end_draw; ++i) {
-    const RandomWords four = random_words(key, i);
-    std::memcpy(words + 4 * (i - first_draw), four.word, sizeof four.word);
+  const RandomWords mixed = mixed_key(key);
+  for (std::uint64_t i = 0; i < end_draw - first_draw; ++i) {
+    const RandomWords four = random_words(mixed, first_draw + i);
+    for (int k = 0; k < 4; ++k) words[4 * i + k] = four.word[k];
   }
   return words + first % 4;
 }
