@@ -89,8 +89,9 @@ T* stored_row(const QuantTensor& tensor, std::int64_t row) {
 void round_stochastically(const float* master, std::int64_t count, const RandomKey& key,
                           std::int64_t first_index, Bf16* weight) {
   const std::int64_t end_index = first_index + count;
+  const RandomWords mixed = mixed_key(key);
   for (std::int64_t block = first_index / 4; block * 4 < end_index; ++block) {
-    const RandomWords words = random_words(key, static_cast<std::uint64_t>(block));
+    const RandomWords words = random_words(mixed, static_cast<std::uint64_t>(block));
     const std::int64_t end = std::min(block * 4 + 4, end_index);
     for (std::int64_t index = std::max(block * 4, first_index); index < end; ++index) {
       weight[index - first_index] =
