@@ -60,7 +60,7 @@ struct Fixture {
     batch.targets = memory.take(ElementType::kInt32, Shape{kTokens});
     batch.weights = memory.take(ElementType::kFp32, Shape{kTokens});
     batch.positions = memory.take(ElementType::kInt32, Shape{kTokens});
-    batch.documents.starts = memory.take(ElementType::kInt32, Shape{kTokens + 1});
+    batch.documents.starts = memory.take(ElementType::kInt32, Shape{5});
     batch.documents.count = 4;
     batch.documents.longest = kSequence;
     std::int32_t document = 0;

@@ -48,8 +48,10 @@ Batch BatchBuffers::upload(const Context& context, const HostBatch& host) {
   upload_vector(context, host.weights, batch_.weights);
   upload_vector(context, host.positions, batch_.positions);
   upload_vector(context, host.document_starts, batch_.documents.starts);
-  batch_.documents.count = host.document_count;
-  return batch_;
+  Batch batch = batch_;
+  batch.documents.count = host.document_count;
+  batch.documents.starts.shape = Shape{host.document_count + 1};
+  return batch;
 }
 
 }  // namespace agoq

@@ -384,7 +384,8 @@ void CpuBackend::attention_forward(const Context& context, const AttentionShape&
   const Arena::Scope scope(context.workspace);
   const std::int64_t tokens = qkv.rows();
   const int threads = omp_get_max_threads();
-  const std::int64_t most_tiles = tokens / kTile + documents.count;
+  // Planned before the documents are known: a tile has at least one token.
+  const std::int64_t most_tiles = tokens;
   auto* tiles = reinterpret_cast<QueryTile*>(
       context.workspace.take(static_cast<std::size_t>(most_tiles) * sizeof(QueryTile)));
   for_storage("attention_forward", qkv.type, [&]<typename Storage>() {

@@ -1,0 +1,202 @@
+// The training step: weighting over ragged micro-batches, what a measured and a real run take, and
+// that numeric trouble stops a step before it changes a weight.
+#include "train/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "train/run_plan.h"
+
+namespace agoq {
+namespace {
+
+RunConfig tiny_config() {
+  RunConfig config;
+  config.model.hidden = 32;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.model.kv_heads = 2;
+  config.model.head_size = 8;
+  config.model.feed_forward = 48;
+  config.model.segments = 2;
+  config.model.loss_chunk = 7;
+  config.model.dtype = ElementType::kFp32;
+  config.model.initial_deviation = 0.2;
+  config.run.sequence = 10;
+  config.run.micro_batch = 1;
+  config.run.micro_batches = 8;
+  config.run.steps = 10;
+  config.optimizer.warmup_steps = 0;
+  config.optimizer.moments_8bit = false;
+  config.optimizer.master = MasterKind::kNone;
+  config.gradients.format = exact_format(ElementType::kFp32);
+  config.activations.policy = SavePolicy::kKeep;
+  return config;
+}
+
+/// A run that owns its memory.
+struct Run {
+  explicit Run(const RunConfig& run_config)
+      : config(run_config),
+        plan(plan_run(config, cpu_backend(), 0)),
+        arenas(cpu_backend().allocator(), plan.classes),
+        trainer(config, cpu_backend(), arenas) {
+    trainer.initialise();
+  }
+  RunConfig config;
+  RunPlan plan;
+  RunArenas arenas;
+  Trainer trainer;
+};
+
+/// Sequences [first, first + count) of an endless made-up text whose targets carry ragged weights:
+/// sequence 3 has none at all.
+HostBatch ragged_batch(std::int64_t first, std::int64_t count, std::int64_t sequence) {
+  HostBatch batch = shape_only_batch(count, sequence);
+  batch.valid_tokens = 0;
+  for (std::int64_t s = 0; s < count; ++s) {
+    for (std::int64_t i = 0; i < sequence; ++i) {
+      const auto at = static_cast<std::size_t>(s * sequence + i);
+      const std::int64_t global = (first + s) * sequence + i;
+      batch.tokens[at] = static_cast<std::int32_t>((global * 37 + 11) % 257);
+      batch.targets[at] = static_cast<std::int32_t>((global * 53 + 5) % 257);
+      const bool valid = first + s != 3 && i < 2 + (first + s) % 9;
+      batch.weights[at] = valid ? 1.0f : 0.0f;
+      batch.valid_tokens += valid ? 1 : 0;
+    }
+  }
+  return batch;
+}
+
+std::vector<float> weights_of(const Run& run, std::size_t parameter) {
+  const Tensor& tensor = run.trainer.model().weights()[parameter];
+  return {tensor.as<float>(), tensor.as<float>() + tensor.count()};
+}
+
+double relative_distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0;
+  double norm = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference += (static_cast<double>(a[i]) - b[i]) * (static_cast<double>(a[i]) - b[i]);
+    norm += static_cast<double>(b[i]) * b[i];
+  }
+  return std::sqrt(difference / norm);
+}
+
+// A mean of the micro-batches' means would weigh a sequence of two targets like one of ten.
+TEST(Trainer, EightRaggedMicroBatchesEqualOne) {
+  RunConfig split_config = tiny_config();
+  RunConfig whole_config = tiny_config();
+  whole_config.run.micro_batch = 8;
+  whole_config.run.micro_batches = 1;
+  Run split(split_config);
+  Run whole(whole_config);
+  for (std::int64_t step = 0; step < 3; ++step) {
+    split.trainer.begin_step();
+    for (std::int64_t m = 0; m < 8; ++m) split.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
+    whole.trainer.begin_step();
+    whole.trainer.micro_batch(ragged_batch(8 * step, 8, 10));
+    const StepReport a = split.trainer.finish_step();
+    const StepReport b = whole.trainer.finish_step();
+    EXPECT_EQ(a.valid_tokens, b.valid_tokens);
+    EXPECT_NEAR(a.loss, b.loss, 1e-6 * b.loss);
+    EXPECT_NEAR(a.gradient_norm, b.gradient_norm, 1e-5 * b.gradient_norm);
+  }
+  for (std::size_t p = 0; p < split.trainer.model().parameters().size(); ++p) {
+    EXPECT_LT(relative_distance(weights_of(split, p), weights_of(whole, p)), 1e-5)
+        << split.trainer.model().parameters()[p].name;
+  }
+}
+
+TEST(Trainer, AStepWithoutATargetIsRefused) {
+  RunConfig config = tiny_config();
+  config.run.micro_batches = 1;
+  Run run(config);
+  const std::vector<float> before = weights_of(run, 0);
+  run.trainer.begin_step();
+  run.trainer.micro_batch(ragged_batch(3, 1, 10));
+  EXPECT_THROW(run.trainer.finish_step(), Error);
+  EXPECT_EQ(weights_of(run, 0), before);
+}
+
+TEST(Trainer, NotANumberStopsTheStepNamesTheTensorAndLeavesTheWeights) {
+  RunConfig config = tiny_config();
+  config.activations.policy = SavePolicy::kAgoq;
+  config.run.micro_batches = 1;
+  Run run(config);
+  const std::size_t qkv = run.trainer.model().index().blocks[1].qkv;
+  const std::vector<float> before = weights_of(run, 0);
+  run.trainer.model().weights()[qkv].as<float>()[5] = std::numeric_limits<float>::quiet_NaN();
+  run.trainer.begin_step();
+  run.trainer.micro_batch(ragged_batch(0, 1, 10));
+  try {
+    run.trainer.finish_step();
+    FAIL() << "a step with NaN was taken";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("step 1"), std::string::npos) << text;
+    EXPECT_NE(text.find("layer 1"), std::string::npos) << text;
+  }
+  EXPECT_EQ(weights_of(run, 0), before);
+  EXPECT_EQ(run.trainer.step(), 0);
+}
+
+// The plan runs the step itself on measuring arenas: for every policy and format a real step must fit
+// the planned arenas exactly, no byte more and none less.
+TEST(Trainer, TakesExactlyThePlannedMemory) {
+  for (const SavePolicy policy : {SavePolicy::kKeep, SavePolicy::kExact, SavePolicy::kAgoq,
+                                  SavePolicy::kRecompute, SavePolicy::kUniform}) {
+    for (const char* gradients : {"fp32", "bf16", "e4m3/128/fp32", "int8/128/fp32"}) {
+      RunConfig config = tiny_config();
+      config.activations.policy = policy;
+      config.gradients.format = parse_format(gradients);
+      config.model.dtype = ElementType::kBf16;
+      config.optimizer.master = MasterKind::kRemainder;
+      config.optimizer.moments_8bit = true;
+      config.model.tied_embeddings = policy == SavePolicy::kExact;
+      Run run(config);
+      for (std::int64_t step = 0; step < 2; ++step) {
+        run.trainer.begin_step();
+        for (std::int64_t m = 0; m < 8; ++m) run.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
+        run.trainer.finish_step();
+      }
+      run.trainer.evaluate(ragged_batch(1, 1, 10));
+      EXPECT_EQ(run.arenas.high_water(), run.plan.classes) << name_of(policy) << " " << gradients;
+    }
+  }
+}
+
+TEST(Trainer, TheSameSeedGivesTheSameLosses) {
+  RunConfig config = tiny_config();
+  config.activations.policy = SavePolicy::kAgoq;
+  config.gradients.format = parse_format("e4m3/128/fp32/stochastic");
+  std::vector<double> losses[2];
+  for (auto& of_run : losses) {
+    Run run(config);
+    for (std::int64_t step = 0; step < 3; ++step) {
+      run.trainer.begin_step();
+      for (std::int64_t m = 0; m < 8; ++m) run.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
+      of_run.push_back(run.trainer.finish_step().loss);
+    }
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+}
+
+// In 8-bit mode a gradient in higher precision exists for one parameter at a time.
+TEST(Trainer, HoldsNoGradientInHigherPrecisionBeyondOneParameter) {
+  RunConfig config = tiny_config();
+  config.model.layers = 6;
+  const std::size_t exact = plan_run(config, cpu_backend(), 0).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  config.gradients.format = parse_format("e4m3/128/fp32");
+  const std::size_t packed = plan_run(config, cpu_backend(), 0).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  std::int64_t largest = 0;
+  for (const Parameter& parameter : parameters_of(config.model)) largest = std::max(largest, parameter.count());
+  EXPECT_LE(packed, exact + static_cast<std::size_t>(largest) * sizeof(float) + 4096);
+  EXPECT_LT(packed, static_cast<std::size_t>(parameter_count(config.model)) * sizeof(float));
+}
+
+}  // namespace
+}  // namespace agoq

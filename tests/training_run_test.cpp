@@ -1,0 +1,212 @@
+// Whole training runs on text of the test's own: learning, resuming, and the files of a run directory.
+#include "train/training_run.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/training_state.h"
+#include "train/inference.h"
+
+namespace agoq {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A folder that is removed with its content.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "agoq-run-XXXXXX").string();
+    check(mkdtemp(name.data()) != nullptr, "no temporary folder");
+    path_ = name;
+  }
+  ~Folder() { fs::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string path(const std::string& name = "") const { return (path_ / name).string(); }
+
+ private:
+  fs::path path_;
+};
+
+/// Sentences from a small grammar: more than an order-1 byte model can learn, little enough for a tiny
+/// model.
+void write_text(const Folder& folder) {
+  const char* subjects[] = {"the reader", "a model", "the engine", "every layer", "one rank"};
+  const char* verbs[] = {"keeps", "recomputes", "quantises", "reduces", "stores"};
+  const char* objects[] = {"its input", "the gradient", "a block", "all scales", "the moments"};
+  fs::create_directories(folder.path("text"));
+  RandomKey key;
+  std::uint64_t drawn = 0;
+  const auto pick = [&](const auto& words) { return words[random_bits(key, drawn++) % 5]; };
+  for (int d = 0; d < 20; ++d) {
+    std::ofstream file(folder.path(fmt::format("text/{:02}.txt", d)));
+    for (int s = 0; s < 80; ++s) {
+      file << pick(subjects) << ' ' << pick(verbs) << ' ' << pick(objects) << ".\n";
+    }
+  }
+}
+
+RunConfig small_run(const Folder& folder, const std::string& name) {
+  RunConfig config;
+  config.model.hidden = 64;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.model.kv_heads = 2;
+  config.model.head_size = 16;
+  config.model.feed_forward = 128;
+  config.model.segments = 2;
+  config.model.loss_chunk = 64;
+  config.data.paths = {folder.path("text")};
+  config.run.directory = folder.path(name);
+  config.run.sequence = 64;
+  config.run.micro_batch = 2;
+  config.run.micro_batches = 2;
+  config.run.steps = 60;
+  config.optimizer.learning_rate = 4e-3;
+  config.optimizer.warmup_steps = 5;
+  return config;
+}
+
+RunSummary train(const RunConfig& config, RunStart start = RunStart::kNew) {
+  return run_training(config, cpu_backend(), {start, /*show_progress=*/false});
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// metrics.jsonl without the timings.
+std::string losses(const RunConfig& config) {
+  const std::string text = read_file(config.run.directory + "/metrics.jsonl");
+  return std::regex_replace(text, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"), "");
+}
+
+TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig agoq = small_run(folder, "agoq");
+  RunConfig keep = small_run(folder, "keep");
+  keep.activations.policy = SavePolicy::kKeep;
+  keep.gradients.format = exact_format(ElementType::kFp32);
+  keep.optimizer.moments_8bit = false;
+  keep.optimizer.master = MasterKind::kFp32;
+  const RunSummary a = train(agoq);
+  const RunSummary k = train(keep);
+  EXPECT_LT(k.validation_loss, k.order1_byte_loss);
+  EXPECT_LT(a.validation_loss, 1.03 * k.validation_loss);
+  EXPECT_LT(a.saved_activation_bytes * 2, k.saved_activation_bytes);
+  EXPECT_LT(static_cast<double>(a.main_gradient_bytes), 0.30 * static_cast<double>(k.main_gradient_bytes));
+}
+
+TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig whole = small_run(folder, "whole");
+  whole.run.steps = 12;
+  whole.run.validate_every = 6;
+  train(whole);
+  for (const MasterKind master : {MasterKind::kRemainder, MasterKind::kNone}) {
+    whole.run.directory = folder.path(master == MasterKind::kNone ? "whole-none" : "whole-remainder");
+    whole.optimizer.master = master;
+    train(whole);
+    RunConfig parts = whole;
+    parts.run.directory = folder.path(master == MasterKind::kNone ? "parts-none" : "parts-remainder");
+    parts.checkpoint.every = 5;
+    train(parts);
+    // Back to step 5, as if the run had been killed after step 10.
+    fs::remove_all(checkpoint_directory(parts.run.directory + "/checkpoints", 12));
+    fs::remove_all(checkpoint_directory(parts.run.directory + "/checkpoints", 10));
+    ASSERT_EQ(latest_checkpoint(parts.run.directory + "/checkpoints"), std::nullopt)
+        << "checkpoint.keep is 2, so step 5 is gone too";
+    parts.checkpoint.keep = 3;
+    train(parts, RunStart::kOverwrite);
+    fs::remove_all(checkpoint_directory(parts.run.directory + "/checkpoints", 12));
+    fs::remove_all(checkpoint_directory(parts.run.directory + "/checkpoints", 10));
+    train(parts, RunStart::kResume);
+    EXPECT_EQ(losses(parts), losses(whole));
+    EXPECT_EQ(read_file(parts.run.directory + "/checkpoints/step-12/model.safetensors"),
+              read_file(whole.run.directory + "/checkpoints/step-12/model.safetensors"));
+  }
+}
+
+TEST(TrainingRun, RefusesToWriteOverARunAndToResumeNone) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 6;
+  EXPECT_THROW(train(config, RunStart::kResume), Error);
+  train(config);
+  EXPECT_THROW(train(config), Error);
+  EXPECT_THROW(train(config, RunStart::kResume), Error) << "it is done";
+  config.run.steps = 8;
+  train(config, RunStart::kResume);
+  std::ofstream(folder.path("run/notes.txt")) << "mine";
+  train(config, RunStart::kOverwrite);
+  EXPECT_TRUE(fs::exists(folder.path("run/notes.txt")));
+}
+
+TEST(TrainingRun, WritesWhatItWasToldAndWhatItFound) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 6;
+  const RunSummary summary = train(config);
+  EXPECT_EQ(load_run_config(config.run.directory + "/config.toml"), config);
+  EXPECT_EQ(read_summary(config.run.directory).validation_loss, summary.validation_loss);
+  EXPECT_NE(read_file(config.run.directory + "/plan.json").find("norm1_input"), std::string::npos);
+  fs::remove(config.run.directory + "/summary.json");
+  EXPECT_THROW(read_summary(config.run.directory), Error);
+}
+
+TEST(TrainingRun, EvaluatesAndGeneratesFromTheRunDirectory) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  const RunSummary summary = train(config);
+  const std::unique_ptr<Inference> inference = Inference::load(config.run.directory, cpu_backend(), 1);
+  std::string text;
+  std::string again;
+  generate(*inference, {"the ", 40, 0.5, 7}, [&](char byte) { text += byte; });
+  generate(*inference, {"the ", 40, 0.5, 7}, [&](char byte) { again += byte; });
+  EXPECT_EQ(text, again);
+  EXPECT_FALSE(text.empty());
+  // The most likely continuation stays within the alphabet of the text.
+  std::string likely;
+  generate(*inference, {"the r", 20, 0.0, 1}, [&](char byte) { likely += byte; });
+  EXPECT_EQ(likely.find_first_not_of("abcdefghijklmnopqrstuvwxyz .\n1"), std::string::npos) << likely;
+  EXPECT_GT(summary.tokens_per_second, 0);
+}
+
+TEST(TrainingRun, SavesAndStopsOnSigterm) {
+  const Folder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 100000;
+  config.run.log_every = 100000;
+  const std::string metrics = config.run.directory + "/metrics.jsonl";
+  // Once the first steps are in the metrics.
+  std::thread sender([&] {
+    for (int i = 0; i < 600 && (!fs::exists(metrics) || fs::file_size(metrics) < 500); ++i) usleep(100000);
+    kill(getpid(), SIGTERM);
+  });
+  const RunSummary summary = train(config);
+  sender.join();
+  EXPECT_LT(summary.steps, config.run.steps);
+  const std::optional<std::int64_t> step = latest_checkpoint(config.run.directory + "/checkpoints");
+  ASSERT_TRUE(step.has_value());
+  EXPECT_EQ(*step, summary.steps);
+  EXPECT_FALSE(fs::exists(config.run.directory + "/summary.json"));
+}
+
+}  // namespace
+}  // namespace agoq
