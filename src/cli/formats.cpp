@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "backend/format_error.h"
-#include "cli/command.h"
 #include "cli/table.h"
 
 namespace agoq {
