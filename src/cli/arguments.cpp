@@ -5,8 +5,11 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <new>
 
 #include "cli/build_info.h"
 #include "cli/command.h"
@@ -19,6 +22,12 @@ namespace {
 constexpr int kDone = 0;
 constexpr int kRunFailed = 1;
 constexpr int kBadInput = 2;
+
+// Output that did not reach its file is a failed run: a full disk, a closed pipe.
+void flush_output() {
+  check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written: {}",
+        std::strerror(errno));
+}
 
 // An error is one line, whatever a library wrote.
 int report(std::string text, int status) {
@@ -103,6 +112,7 @@ int run_command_line(int argc, char** argv, const std::vector<Command>& commands
   }
   try {
     action();
+    flush_output();
     return kDone;
   } catch (const Error& error) {
     return report(error.what(), error.kind() == ErrorKind::kInput ? kBadInput : kRunFailed);

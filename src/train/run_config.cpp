@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -272,11 +273,14 @@ RunConfig parse_run_config(std::string_view toml, const std::string& name,
 }
 
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides) {
+  std::error_code ignored;
+  check_input(!std::filesystem::is_directory(path, ignored),
+              "{}: cannot be read: it is a folder; expected a TOML configuration (examples/ has some)", path);
+  errno = 0;
   std::ifstream file(path, std::ios::binary);
   check_input(file.good(), "{}: cannot be read: {}; expected a TOML configuration (examples/ has some)",
               path, std::strerror(errno));
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  check_input(!file.bad(), "{}: cannot be read; expected a TOML configuration (examples/ has some)", path);
   return parse_run_config(text, path, overrides);
 }
 

@@ -1,0 +1,202 @@
+#include "train/run_config.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <set>
+
+#include "core/error.h"
+
+namespace agoq {
+namespace {
+
+RunConfig parse(const std::string& toml, const std::vector<std::string>& overrides = {}) {
+  return parse_run_config(toml, "run.toml", overrides);
+}
+
+// The message for a configuration that must be refused, one line of kind kInput.
+std::string error_of(const std::string& toml, const std::vector<std::string>& overrides = {}) {
+  try {
+    parse(toml, overrides);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInput);
+    const std::string text = error.what();
+    EXPECT_EQ(text.find('\n'), std::string::npos) << text;
+    return text;
+  }
+  return "accepted";
+}
+
+void expect_error(const std::string& toml, const std::string& expected,
+                  const std::vector<std::string>& overrides = {}) {
+  const std::string text = error_of(toml, overrides);
+  EXPECT_NE(text.find(expected), std::string::npos) << "got: " << text << "\nexpected: " << expected;
+}
+
+// Another allowed value for a key.
+Setting another(const ConfigKey& key, const RunConfig& config) {
+  const Setting now = key.get(config);
+  if (const auto* value = std::get_if<bool>(&now)) return !*value;
+  if (const auto* value = std::get_if<double>(&now)) return *value + 0.0123456789012345;
+  if (const auto* value = std::get_if<std::int64_t>(&now)) return *value + 2;
+  if (std::holds_alternative<std::vector<std::string>>(now)) {
+    return std::vector<std::string>{"a \"quoted\" path", "b\\c\n\x01", "\xC3\xA9"};
+  }
+  const std::size_t quote = key.allowed.find('"');
+  if (key.allowed.rfind("one of", 0) == 0) {  // the first choice, or the second where it is the default
+    const std::size_t end = key.allowed.find('"', quote + 1);
+    const std::string first = key.allowed.substr(quote + 1, end - quote - 1);
+    if (first != std::get<std::string>(now)) return first;
+    const std::size_t second = key.allowed.find('"', end + 1);
+    return key.allowed.substr(second + 1, key.allowed.find('"', second + 1) - second - 1);
+  }
+  if (key.allowed.find("format") != std::string::npos) return std::string("int5/64/bf16/stochastic");
+  return std::string("some \"text\"");
+}
+
+TEST(RunConfig, DefaultsPassAndComeBackFromTheirText) {
+  const RunConfig defaults;
+  EXPECT_NO_THROW(defaults.check());
+  EXPECT_EQ(parse(""), defaults);
+  EXPECT_EQ(parse(to_toml(defaults)), defaults);
+}
+
+TEST(RunConfig, EveryKeyChangesTheConfigAndComesBackFromItsText) {
+  RunConfig all;
+  for (const ConfigKey& key : config_keys()) {
+    SCOPED_TRACE(key.full_name());
+    RunConfig one;
+    ASSERT_TRUE(key.set(one, another(key, one)));
+    EXPECT_NE(one, RunConfig()) << "the key sets nothing";
+    ASSERT_TRUE(key.set(all, another(key, all)));
+  }
+  // What belongs together after each key was changed by itself.
+  all.model.heads = 6;
+  all.model.kv_heads = 3;
+  all.model.head_size = 6;
+  all.model.segments = 2;
+  all.model.hidden = 258;
+  all.model.feed_forward = 706;
+  all.data.holdout_index = 9;
+  const std::string text = to_toml(all);
+  EXPECT_EQ(parse(text), all) << text;
+}
+
+TEST(RunConfig, KeysAreUniqueDescribedAndGroupedBySection) {
+  std::set<std::string> names;
+  std::vector<std::string> sections;
+  for (const ConfigKey& key : config_keys()) {
+    EXPECT_TRUE(names.insert(key.full_name()).second) << key.full_name();
+    EXPECT_FALSE(key.description.empty()) << key.full_name();
+    EXPECT_FALSE(key.allowed.empty()) << key.full_name();
+    if (sections.empty() || sections.back() != key.section) sections.push_back(key.section);
+  }
+  EXPECT_EQ(sections, (std::vector<std::string>{"model", "data", "train", "optimizer", "activations",
+                                                "gradients", "checkpoint", "run"}));
+}
+
+TEST(RunConfig, ReadsEveryKindOfValue) {
+  const RunConfig config = parse(
+      "[model]\nhidden = 512\nnorm = \"layernorm\"\ndtype = 'fp32'\ntied_embeddings = true\n"
+      "[optimizer]\nlearning_rate = 2e-3\nweight_decay = 0\n"
+      "[activations]\npolicy = \"uniform\"\nformat = \"paper-fp4\"\nqkv = \"int8/32/fp32\"\n"
+      "[data]\npaths = [\"a\", \"b\"]\n");
+  EXPECT_EQ(config.model.hidden, 512);
+  EXPECT_EQ(config.model.norm, NormKind::kLayerNorm);
+  EXPECT_EQ(config.model.dtype, ElementType::kFp32);
+  EXPECT_TRUE(config.model.tied_embeddings);
+  EXPECT_EQ(config.optimizer.learning_rate, 2e-3);
+  EXPECT_EQ(config.optimizer.weight_decay, 0.0);
+  EXPECT_EQ(config.activations.policy, SavePolicy::kUniform);
+  EXPECT_EQ(config.activations.format, parse_format("bnbfp4/128/fp32"));
+  EXPECT_EQ(config.activations.role_format[static_cast<std::size_t>(SlotRole::kQkv)],
+            parse_format("int8/32/fp32"));
+  EXPECT_EQ(config.activations.role_format[static_cast<std::size_t>(SlotRole::kGateUp)], std::nullopt);
+  EXPECT_EQ(config.data.paths, (std::vector<std::string>{"a", "b"}));
+}
+
+TEST(RunConfig, OverridesComeLastAndNeedNoQuotes) {
+  const std::string toml = "[train]\nsteps = 10\n[activations]\npolicy = \"agoq\"\nqkv = \"bf16\"\n";
+  const RunConfig config =
+      parse(toml, {"train.steps=20", "activations.policy=keep", "activations.qkv=policy", "train.steps = 30",
+                   "optimizer.learning_rate=1", "data.paths=a, b c", "run.directory=\"runs/x\"",
+                   "data.extensions=[\".a\", \".b\"]", "optimizer.moments_8bit=false"});
+  EXPECT_EQ(config.run.steps, 30);
+  EXPECT_EQ(config.activations.policy, SavePolicy::kKeep);
+  EXPECT_EQ(config.activations.role_format[static_cast<std::size_t>(SlotRole::kQkv)], std::nullopt);
+  EXPECT_EQ(config.optimizer.learning_rate, 1.0);
+  EXPECT_EQ(config.data.paths, (std::vector<std::string>{"a", "b c"}));
+  EXPECT_EQ(config.data.extensions, (std::vector<std::string>{".a", ".b"}));
+  EXPECT_EQ(config.run.directory, "runs/x");
+  EXPECT_FALSE(config.optimizer.moments_8bit);
+}
+
+TEST(RunConfig, UnknownNamesSuggestTheNearest) {
+  expect_error("[model]\nhiden = 1\n", "run.toml:2: unknown key model.hiden; did you mean hidden?");
+  expect_error("[modle]\nhidden = 1\n", "run.toml:1: unknown section [modle]; did you mean [model]?");
+  expect_error("[model]\nsteps = 1\n", "run.toml:2: unknown key model.steps; steps belongs in [train]");
+  expect_error("[checkpoint]\ntemperature = 1\n", "the keys of [checkpoint] are every, keep");
+  expect_error("[sampling]\n", "unknown section [sampling]; the sections are model, data, train");
+  expect_error("", "--set train.step=5: unknown key train.step; did you mean steps?", {"train.step=5"});
+  expect_error("hidden = 1\n", "run.toml:1: hidden stands outside of a section");
+}
+
+TEST(RunConfig, RefusesParallelismUntilItExists) {
+  expect_error("[model]\nhidden = 256\n\n[parallel]\ntensor = 2\n",
+               "run.toml:4: [parallel] cannot be set: this version trains in one process");
+  expect_error("", "[parallel] cannot be set", {"parallel.tensor=2"});
+}
+
+TEST(RunConfig, RefusesValuesOutOfRangeWithPlaceAndRange) {
+  expect_error("[model]\n\nlayers = 0\n",
+               "run.toml:3: model.layers must be an integer from 1 to 100000, not 0");
+  expect_error("[train]\nsteps = 1.5\n", "train.steps must be an integer from 1 to 2147483647, not 1.5");
+  expect_error("[train]\nsteps = \"many\"\n", "not \"many\"");
+  expect_error("[optimizer]\nbeta1 = 1.0\n", "optimizer.beta1 must be a number from 0 and below 1, not 1");
+  expect_error("[optimizer]\nlearning_rate = 0\n", "must be a number above 0, not 0");
+  expect_error("[optimizer]\nlearning_rate = inf\n", "must be a number above 0, not inf");
+  expect_error("[optimizer]\nlearning_rate = nan\n", "must be a number above 0, not nan");
+  expect_error("[run]\nseed = -1\n", "run.seed must be an integer from 0, not -1");
+  expect_error("[run]\nseed = 99999999999999999999\n", "run.seed must be an integer from 0");
+  expect_error("[run]\ndirectory = \"\"\n", "run.directory must be a string that is not empty");
+  expect_error("[model]\nnorm = \"batchnorm\"\n",
+               "model.norm must be one of \"rmsnorm\", \"layernorm\", not \"batchnorm\"");
+  expect_error("[data]\npaths = [1, 2]\n", "data.paths must be a list of strings that are not empty");
+  expect_error("[data]\npaths = \"text\"\n", "data.paths must be a list of strings");
+  expect_error("[model]\ntied_embeddings = 1\n", "model.tied_embeddings must be true or false, not 1");
+  expect_error("[activations]\nformat = \"nf4/33/fp32\"\n", "run.toml:2: activations.format: ");
+  expect_error("", "--set train.steps=many: train.steps must be an integer", {"train.steps=many"});
+  expect_error("", "expected section.key=value", {"steps=5"});
+}
+
+TEST(RunConfig, RefusesKeysThatDoNotFitTogether) {
+  expect_error("[model]\nkv_heads = 3\n", "run.toml: ");
+  expect_error("[data]\nholdout_index = 20\n", "data.holdout_index is 20 and must be below data.holdout_every");
+  expect_error("[activations]\nrecompute_layers = 6\n", "the model has 5 layers");
+  expect_error("[optimizer]\nwarmup_steps = 101\n", "optimizer.warmup_steps is 101, more than train.steps");
+  expect_error("[optimizer]\nschedule = \"warmup-stable-decay\"\nwarmup_steps = 60\ndecay_steps = 41\n",
+               "optimizer.decay_steps is 41, but 40 of 100 steps remain");
+}
+
+TEST(RunConfig, ExplainsWhatIsNotTomlInOneLineWithItsNumber) {
+  expect_error("[model]\nhidden = \n", "run.toml:2: not valid TOML: missing value");
+  expect_error("[model]\nnorm = rmsnorm\n", "run.toml:2: not valid TOML: ");
+  expect_error("[model]\nhidden = 1\nhidden = 2\n", "already exists");
+  expect_error("[model\n", "run.toml:1: not valid TOML: ");
+  expect_error("\xFF\xFE", "run.toml:1: not valid TOML: ");
+}
+
+TEST(RunConfig, ReportsAFileThatCannotBeRead) {
+  for (const std::string path : {"/nonexistent/run.toml", "/tmp"}) {
+    try {
+      load_run_config(path);
+      ADD_FAILURE() << path << " was read";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      EXPECT_NE(std::string(error.what()).find(path + ": cannot be read"), std::string::npos) << error.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace agoq
