@@ -169,9 +169,9 @@ TEST_F(QuantizeTest, AccumulatesInDoublePrecisionIntoFp64) {
   EXPECT_EQ(std::memcmp(main.data, expected.data(), main.bytes()), 0);
 }
 
-TEST_F(QuantizeTest, PowerOfTwoScalesAreNotUsed) {
-  // method.md, QuanGrad: with a scale that stands still small additions vanish. 64 equal additions of a
-  // coherent gradient arrive, because absmax / 448 moves the grid at every step.
+TEST_F(QuantizeTest, SmallAdditionsToALargeSumDoNotVanish) {
+  // With a power-of-two scale the grid stands still and nearly half of 64 equal additions vanish; with
+  // absmax / 448 it moves at every step and they arrive.
   const Tensor addend = normal(ElementType::kFp32, 4, 1024, 11);
   const QuantTensor main = take_cleared(parse_format("e4m3/128/fp32"), {4, 1024, 1});
   for (int i = 0; i < 64; ++i) backend_.accumulate(context_, addend, main, {}, {});
