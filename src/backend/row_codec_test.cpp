@@ -401,6 +401,10 @@ TEST(RowCodec, NonFiniteElementsAreCountedAndDoNotSpoilTheirBlock) {
       for (std::size_t i = 0; i < x.size(); ++i) {
         if (i == 2 || i == 101) {
           ASSERT_EQ(result.decoded[i], 0.0f) << format.to_string();
+        } else if (i == 4 || i == 7) {
+          // The last level of its sign; the absmax of a block may come out one level lower.
+          ASSERT_GE(result.decoded[i] / clean.decoded[i], 1.0f) << format.to_string() << " element " << i;
+          ASSERT_LE(result.decoded[i] / clean.decoded[i], 1.07f) << format.to_string() << " element " << i;
         } else {
           ASSERT_EQ(result.decoded[i], clean.decoded[i]) << format.to_string() << " element " << i;
         }

@@ -337,7 +337,9 @@ AGOQ_HD Bf16 stored_super_scale(float largest_scale) {
   return {static_cast<std::uint16_t>(value < kSmallestScale ? 0u : bits)};
 }
 
-/// The E4M3 code of a block scale under `super`: nearest.
+/// The E4M3 code of a block scale under `super`: nearest. Rounding up, so that nothing is clamped, is worse:
+/// nf4/32 loses .0919 instead of .0880 (relative L2) on N(0,1), .1020 instead of .0965 on Student-t4
+/// (2^20 samples each, both variants of this function side by side in NumPy).
 AGOQ_HD std::uint8_t stored_block_scale(float scale, Bf16 super, float maximum) {
   const float super_scale = to_float(super);
   if (super_scale == 0.0f) return 0;

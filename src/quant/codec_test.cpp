@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <string>
@@ -249,9 +248,8 @@ TEST(E4m3, EncodesFloatsOfEveryExponentToTheNearestEven) { expect_nearest_over_a
 TEST(E5m2, EncodesFloatsOfEveryExponentToTheNearestEven) { expect_nearest_over_all_floats<Code::kE5m2>(); }
 
 TEST(Dynamic8, LevelsEqualBitsandbytesMaps) {
-  const auto path = std::filesystem::path(__FILE__).parent_path() / "../../tests/golden/dynamic_map.txt";
-  std::ifstream file(path);
-  ASSERT_TRUE(file) << path;
+  std::ifstream file(AGOQ_TEST_DATA "/dynamic_map.txt");
+  ASSERT_TRUE(file) << "made by scripts/make_dynamic_map_golden.py";
   bool is_signed = false;
   int index = 0, compared = 0;
   for (std::string line; std::getline(file, line);) {
