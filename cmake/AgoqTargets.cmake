@@ -3,6 +3,7 @@
 add_library(agoq_flags INTERFACE)
 target_compile_features(agoq_flags INTERFACE cxx_std_20)
 target_include_directories(agoq_flags INTERFACE ${CMAKE_SOURCE_DIR}/src)
+target_compile_definitions(agoq_flags INTERFACE AGOQ_VERSION="${PROJECT_VERSION}")
 target_compile_options(agoq_flags INTERFACE
   -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Werror=return-type
   # Codes are the same bytes on every backend: no contraction into FMAs, no fast-math.

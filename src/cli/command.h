@@ -57,6 +57,11 @@ struct Command {
 int run_command_line(int argc, char** argv, const std::vector<Command>& commands,
                      const std::string& opening);
 
+Action declare_train(Arguments&);
+Action declare_plan(Arguments&);
+Action declare_eval(Arguments&);
+Action declare_generate(Arguments&);
+Action declare_report(Arguments&);
 Action declare_info(Arguments&);
 
 }  // namespace agoq

@@ -5,6 +5,11 @@ int main(int argc, char** argv) {
   return agoq::run_command_line(
       argc, argv,
       {
+          {"train", "Train what a configuration describes", agoq::declare_train},
+          {"plan", "Print what a run will hold in memory, before it runs", agoq::declare_plan},
+          {"eval", "Print a trained model's loss on text", agoq::declare_eval},
+          {"generate", "Let a trained model write", agoq::declare_generate},
+          {"report", "Print finished runs side by side", agoq::declare_report},
           {"info", "Print the program's version, its libraries and this machine", agoq::declare_info},
       },
       "agoq trains LLaMA-style models with about 4 bits per saved activation and 8 bits per main\n"

@@ -82,7 +82,7 @@ std::int32_t token_of(char byte) { return static_cast<unsigned char>(byte); }
 
 }  // namespace
 
-Dataset Dataset::load(const DataConfig& config) {
+Dataset Dataset::load(const DataConfig& config, DataUse use) {
   check_input(config.holdout_every >= 2 && config.holdout_index >= 0 &&
                   config.holdout_index < config.holdout_every,
               "data.holdout_index is {} and data.holdout_every {}: expected 0 <= index < every, every >= 2",
@@ -103,10 +103,13 @@ Dataset Dataset::load(const DataConfig& config) {
     const auto begin = static_cast<std::int64_t>(dataset.text_.size());
     const std::int64_t length = append_file(file, dataset.text_);
     if (length == 0) continue;
-    const bool held_out = number++ % config.holdout_every == config.holdout_index;
+    const bool held_out =
+        use == DataUse::kEvaluation || number % config.holdout_every == config.holdout_index;
+    ++number;
     (held_out ? dataset.validation_ : dataset.training_).push_back({begin, length});
   }
   for (const Split split : {Split::kTraining, Split::kValidation}) {
+    if (use == DataUse::kEvaluation && split == Split::kTraining) continue;
     check_input(!dataset.documents_of(split).empty(),
                 "data: no document is left for {}: of {} documents, number d is held out when d % {} == {}; "
                 "add documents or change data.holdout_every and data.holdout_index",
@@ -233,22 +236,13 @@ void Dataset::fill_sequence(const std::vector<Document>& documents, const Order&
   while (at < end && position < pass) {
     const Document& document = documents[static_cast<std::size_t>(order.documents[ordinal])];
     const char* text = text_.data() + document.begin;
-    const bool is_last = ordinal + 1 == order.documents.size();
-    const std::int32_t following =
-        is_last ? kEndOfDocument
-                : token_of(text_[static_cast<std::size_t>(
-                      documents[static_cast<std::size_t>(order.documents[ordinal + 1])].begin)]);
     for (std::int64_t offset = position - order.starts[ordinal]; offset <= document.length && at < end;
          ++offset, ++position, ++place, ++at) {
       const auto i = static_cast<std::size_t>(at);
-      const bool is_end = offset == document.length;
-      batch.tokens[i] = is_end ? kEndOfDocument : token_of(text[offset]);
-      batch.targets[i] = is_end                          ? following
-                         : offset + 1 < document.length ? token_of(text[offset + 1])
-                                                         : kEndOfDocument;
-      const bool predicted = !is_end || (!document_attention_ && !is_last);
-      batch.weights[i] = predicted ? 1.0f : 0.0f;
-      batch.valid_tokens += predicted ? 1 : 0;
+      batch.tokens[i] = offset == 0 ? kDocumentBorder : token_of(text[offset - 1]);
+      batch.targets[i] = offset < document.length ? token_of(text[offset]) : kDocumentBorder;
+      batch.weights[i] = 1.0f;
+      ++batch.valid_tokens;
       batch.positions[i] = static_cast<std::int32_t>(place);
     }
     if (position == order.starts[ordinal + 1]) {
@@ -262,24 +256,24 @@ void Dataset::fill_sequence(const std::vector<Document>& documents, const Order&
   // Past the end of the validation pass.
   for (; at < end; ++at, ++place) {
     const auto i = static_cast<std::size_t>(at);
-    batch.tokens[i] = kEndOfDocument;
-    batch.targets[i] = kEndOfDocument;
+    batch.tokens[i] = kDocumentBorder;
+    batch.targets[i] = kDocumentBorder;
     batch.weights[i] = 0.0f;
     batch.positions[i] = static_cast<std::int32_t>(place);
   }
 }
 
 double Dataset::order1_loss() const {
-  // Calls visit(token, target) for every target that counts, in path order.
+  // Calls visit(token, target) for every target, in path order.
   const auto walk = [this](const std::vector<Document>& documents, const auto& visit) {
-    for (std::size_t d = 0; d < documents.size(); ++d) {
-      std::int32_t token = kEndOfDocument;
-      for (std::int64_t i = 0; i < documents[d].length; ++i) {
-        const std::int32_t target = token_of(text_[static_cast<std::size_t>(documents[d].begin + i)]);
-        if (i > 0 || (d > 0 && !document_attention_)) visit(token, target);
+    for (const Document& document : documents) {
+      std::int32_t token = kDocumentBorder;
+      for (std::int64_t i = 0; i < document.length; ++i) {
+        const std::int32_t target = token_of(text_[static_cast<std::size_t>(document.begin + i)]);
+        visit(token, target);
         token = target;
       }
-      visit(token, kEndOfDocument);
+      visit(token, kDocumentBorder);
     }
   };
   std::vector<std::int64_t> pairs(kByteVocabulary * kByteVocabulary, 0);

@@ -1,16 +1,15 @@
 // Dataset: documents of token ids, split into training and validation by document, and the order in
 // which training walks through them.
 //
-// The built-in vocabulary is bytes: ids 0-255, and id 256 ends a document. Documents are shuffled
-// once per epoch by a counter-based key, concatenated, and cut into sequences of `sequence` tokens;
-// a sequence's targets are its tokens shifted by one, so sequence i covers stream positions
-// [i * sequence, (i + 1) * sequence] and the last position is the next one's first.
+// The built-in vocabulary is bytes: ids 0-255, and id 256 stands at the border of two documents. The
+// stream of a pass is, document after document, the border token and then the document's bytes; what
+// follows a document's last byte is the next border token. So every token has a target in its own
+// document: the border predicts the first byte, and the last byte predicts the border. Documents are
+// shuffled once per epoch by a counter-based key, and the stream is cut into sequences of `sequence`
+// tokens.
 //
-// Under document attention nothing in a document predicts its first token, so the target that
-// follows a document end has weight 0; across documents (document_attention = false) it counts. The
-// last token of a pass has no target, so its weight is 0 as well. A position counts from the start of
-// the document (document attention) or of the sequence, whichever came last; every sequence starts a
-// new entry of document_starts.
+// A position counts from the start of the document (document attention) or of the sequence, whichever
+// came last; every sequence starts a new entry of document_starts.
 //
 // The text is held once, as bytes; tokens exist only in the batch that fill() writes.
 #pragma once
@@ -25,7 +24,7 @@
 
 namespace agoq {
 
-inline constexpr std::int32_t kEndOfDocument = 256;
+inline constexpr std::int32_t kDocumentBorder = 256;
 inline constexpr std::int64_t kByteVocabulary = 257;
 
 struct DataConfig {
@@ -56,14 +55,18 @@ struct HostBatch {
   std::int64_t valid_tokens = 0;  // targets of weight > 0
 };
 
+/// What documents are read for: training and validation, or evaluation of all of them.
+enum class DataUse : std::uint8_t { kTraining, kEvaluation };
+
 class Dataset {
  public:
   /// Reads all documents; empty files are none. Throws Error (kInput): a path that does not exist, a
-  /// folder without a file of the extensions, an unreadable file, an empty split.
-  static Dataset load(const DataConfig& config);
+  /// folder without a file of the extensions, an unreadable file, an empty split. For kEvaluation every
+  /// document is a validation document.
+  static Dataset load(const DataConfig& config, DataUse use = DataUse::kTraining);
 
   std::int64_t documents(Split split) const;
-  /// Tokens of one pass, document ends included.
+  /// Tokens of one pass, borders included.
   std::int64_t tokens(Split split) const;
   /// Bytes of host memory that the text and its order take (for the memory plan).
   std::size_t bytes() const;
@@ -80,13 +83,12 @@ class Dataset {
 
   /// Cross-entropy in nats per token, on the validation documents, of an order-1 byte model counted
   /// on the training documents (add-one smoothing over the 257 symbols): the bar any model must beat.
-  /// It counts the targets that fill() gives a weight.
   double order1_loss() const;
 
  private:
   struct Document {
     std::int64_t begin;   // in text_
-    std::int64_t length;  // bytes, the end token not included
+    std::int64_t length;  // bytes, the border token not included
   };
   // The documents of a pass in the order in which it walks them.
   struct Order {

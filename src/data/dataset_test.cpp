@@ -60,9 +60,8 @@ DataConfig write_documents(const Folder& folder) {
 }
 
 std::vector<std::int32_t> tokens_of(const std::string& text) {
-  std::vector<std::int32_t> tokens;
+  std::vector<std::int32_t> tokens{kDocumentBorder};
   for (const char byte : text) tokens.push_back(static_cast<unsigned char>(byte));
-  tokens.push_back(kEndOfDocument);
   return tokens;
 }
 
@@ -115,14 +114,17 @@ TEST_P(AnySequence, TrainingWalksEveryDocumentOncePerEpochApartFromTheRest) {
     }
     std::multiset<std::vector<std::int32_t>> left = expected;
     std::vector<std::int32_t> document;
-    for (const std::int32_t token : stream) {
-      document.push_back(token);
-      if (token != kEndOfDocument) continue;
+    const auto check_off = [&] {
       const auto found = left.find(document);
       ASSERT_NE(found, left.end()) << "a document that is none, or for the second time";
       left.erase(found);
       document.clear();
+    };
+    for (const std::int32_t token : stream) {
+      if (token == kDocumentBorder && !document.empty()) check_off();
+      document.push_back(token);
     }
+    if (left.count(document) > 0) check_off();  // else the epoch ends within the last document
     std::size_t missing = 0;
     for (const auto& tokens : left) missing += tokens.size();
     EXPECT_EQ(missing - document.size(),
@@ -138,11 +140,9 @@ TEST_P(AnySequence, ValidationCoversEveryTokenOnceInPathOrder) {
   const Dataset dataset = Dataset::load(write_documents(folder));
   const std::int64_t sequence = GetParam();
   std::vector<std::int32_t> expected;
-  std::int64_t bytes = 0;
   for (int d = 2; d < kDocuments; d += 5) {
     const auto tokens = tokens_of(document_text(d));
     expected.insert(expected.end(), tokens.begin(), tokens.end());
-    bytes += static_cast<std::int64_t>(tokens.size()) - 1;
   }
   const std::int64_t count = dataset.sequences(Split::kValidation, sequence);
   const HostBatch batch = filled(dataset, Split::kValidation, 0, count + 2, sequence);
@@ -151,11 +151,12 @@ TEST_P(AnySequence, ValidationCoversEveryTokenOnceInPathOrder) {
   EXPECT_TRUE(std::equal(expected.begin(), expected.end(), batch.tokens.begin()));
   for (std::size_t i = expected.size(); i < batch.tokens.size(); ++i) {
     EXPECT_EQ(batch.weights[i], 0.0f);
-    EXPECT_EQ(batch.tokens[i], kEndOfDocument);
+    EXPECT_EQ(batch.tokens[i], kDocumentBorder);
   }
-  // Every byte but the first of a document, and every document end, is predicted once.
-  EXPECT_EQ(batch.valid_tokens, bytes);
-  EXPECT_EQ(std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0), static_cast<double>(bytes));
+  // Every byte of a document and its end are predicted once.
+  EXPECT_EQ(batch.valid_tokens, static_cast<std::int64_t>(expected.size()));
+  EXPECT_EQ(std::accumulate(batch.weights.begin(), batch.weights.end(), 0.0),
+            static_cast<double>(expected.size()));
 }
 
 TEST_P(AnySequence, ReachesAnySequenceWithoutTheOnesBefore) {
@@ -190,8 +191,8 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
     std::int64_t longest = 0;
     for (std::int64_t i = 0; i < count * sequence; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      const bool after_end = i > 0 && batch.tokens[at - 1] == kEndOfDocument;
-      const bool starts = i % sequence == 0 || (document_attention && after_end);
+      const bool at_border = batch.tokens[at] == kDocumentBorder;
+      const bool starts = i % sequence == 0 || (document_attention && at_border);
       if (starts) {
         ASSERT_EQ(batch.document_starts[static_cast<std::size_t>(d)], i);
         ++d;
@@ -200,9 +201,7 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
       ASSERT_EQ(batch.positions[at], i - start);
       longest = std::max(longest, i - start + 1);
       if (i + 1 < count * sequence) { ASSERT_EQ(batch.targets[at], batch.tokens[at + 1]); }
-      const bool is_end = batch.tokens[at] == kEndOfDocument;
-      const bool is_last = i + 1 == dataset.tokens(Split::kTraining);
-      ASSERT_EQ(batch.weights[at], is_end && (document_attention || is_last) ? 0.0f : 1.0f) << i;
+      ASSERT_EQ(batch.weights[at], 1.0f) << i;
     }
     EXPECT_EQ(batch.document_count, d);
     EXPECT_EQ(batch.document_starts[static_cast<std::size_t>(d)], count * sequence);
@@ -243,42 +242,33 @@ TEST(Dataset, ReadsUtf8AsBytes) {
   config.holdout_every = 2;
   config.holdout_index = 0;
   const HostBatch batch = filled(Dataset::load(config), Split::kValidation, 0, 1, 6);
-  EXPECT_EQ(batch.tokens, (std::vector<std::int32_t>{0xC3, 0xA9, 0xE2, 0x82, 0xAC, kEndOfDocument}));
-  EXPECT_EQ(batch.targets, (std::vector<std::int32_t>{0xA9, 0xE2, 0x82, 0xAC, kEndOfDocument, kEndOfDocument}));
-  EXPECT_EQ(batch.weights, (std::vector<float>{1, 1, 1, 1, 1, 0}));
+  EXPECT_EQ(batch.tokens, (std::vector<std::int32_t>{kDocumentBorder, 0xC3, 0xA9, 0xE2, 0x82, 0xAC}));
+  EXPECT_EQ(batch.targets, (std::vector<std::int32_t>{0xC3, 0xA9, 0xE2, 0x82, 0xAC, kDocumentBorder}));
 }
 
 TEST(Dataset, Order1LossOfAHandCountedCase) {
   const Folder folder;
-  folder.write("a.txt", "aab");  // training: aa, ab, b$
-  folder.write("b.txt", "ab");   // validation: ab, b$
-  folder.write("c.txt", "ba");   // training: ba, a$
+  folder.write("a.txt", "aab");  // training: $a, aa, ab, b$
+  folder.write("b.txt", "ab");   // validation: $a, ab, b$
+  folder.write("c.txt", "ba");   // training: $b, ba, a$
   DataConfig config;
   config.paths = {folder.path()};
   config.holdout_every = 3;
   config.holdout_index = 1;
-  // After 'a' (seen 3 times): 'b' once. After 'b' (twice): the end once.
-  const double within = (std::log(260.0 / 2.0) + std::log(259.0 / 2.0)) / 2;
-  EXPECT_NEAR(Dataset::load(config).order1_loss(), within, 1e-12);
-  // Across documents the end predicts the first byte; here it does so in training only: one document
-  // is held out.
-  config.document_attention = false;
-  EXPECT_NEAR(Dataset::load(config).order1_loss(), within, 1e-12);
+  // After the border (seen twice): 'a' once. After 'a' (3 times): 'b' once. After 'b' (twice): the
+  // border once.
+  const double expected = (std::log(259.0 / 2.0) + std::log(260.0 / 2.0) + std::log(259.0 / 2.0)) / 3;
+  EXPECT_NEAR(Dataset::load(config).order1_loss(), expected, 1e-12);
 }
 
-TEST(Dataset, Order1LossAcrossDocuments) {
+TEST(Dataset, EvaluationTakesEveryDocument) {
   const Folder folder;
-  folder.write("a.txt", "a");   // training
-  folder.write("b.txt", "a");   // validation
-  folder.write("c.txt", "b");   // training: $b
-  folder.write("d.txt", "b");   // validation: $b
+  folder.write("a.txt", "one");
   DataConfig config;
   config.paths = {folder.path()};
-  config.holdout_every = 2;
-  config.holdout_index = 1;
-  config.document_attention = false;
-  // Validation: a$, $b, b$; each was seen once after a token seen once.
-  EXPECT_NEAR(Dataset::load(config).order1_loss(), std::log(258.0 / 2.0), 1e-12);
+  const Dataset dataset = Dataset::load(config, DataUse::kEvaluation);
+  EXPECT_EQ(dataset.documents(Split::kValidation), 1);
+  EXPECT_EQ(dataset.tokens(Split::kValidation), 4);
 }
 
 TEST(Dataset, ReadsFoldersByExtensionAndNamedFilesAlways) {
@@ -294,7 +284,7 @@ TEST(Dataset, ReadsFoldersByExtensionAndNamedFilesAlways) {
   config.holdout_index = 0;
   const Dataset dataset = Dataset::load(config);
   EXPECT_EQ(dataset.documents(Split::kTraining) + dataset.documents(Split::kValidation), 3);
-  EXPECT_EQ(dataset.tokens(Split::kValidation), 3);  // b.txt comes first
+  EXPECT_EQ(dataset.tokens(Split::kValidation), 1 + 2);  // b.txt comes first
   EXPECT_EQ(dataset.tokens(Split::kTraining), 5 + 2);
   EXPECT_GE(dataset.bytes(), 7u);
 }

@@ -1,3 +1,10 @@
+// Storage of the main gradients and the operations on them; the arithmetic is the backend's:
+//
+//   gradient = Q(Q^-1(gradient) + addend)        accumulate, accumulate_weight_gradient, embedding_backward
+//   norm     = scale * sqrt(sum over parameters of sum of squares of Q^-1(gradient))
+//
+// Rounding is keyed by step and micro-batch (from the context) and the parameter's index, which is the
+// same for every parallel layout.
 #include "gradients/main_gradients.h"
 
 #include <cmath>

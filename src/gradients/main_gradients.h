@@ -44,7 +44,8 @@ class MainGradients {
   std::size_t bytes() const { return bytes_; }
 
   /// Square root of the sum of squares over all parameters, times `scale`; partial sums in double
-  /// precision, in parameter order. Throws Error naming the parameter when one is not finite.
+  /// precision, in parameter order. Throws Error naming the parameter when one is not finite: by its
+  /// counter where the format cannot store NaN and Inf, by its sum where it can. 0 when measuring.
   double norm(const Context&, double scale) const;
 
   struct NamedCounts {

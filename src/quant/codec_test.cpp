@@ -264,8 +264,9 @@ TEST(Dynamic8, LevelsEqualBitsandbytesMaps) {
     const float theirs = std::strtof(line.c_str(), nullptr);
     const auto code = static_cast<std::uint32_t>(index++);
     const float ours = is_signed ? decode<Code::kDynamic8>(code) : decode<Code::kDynamic8Unsigned>(code);
-    // Ours is the correctly rounded formula; theirs is it evaluated in FP32: one unit in the last place.
-    EXPECT_LE(std::abs(std::bit_cast<std::int32_t>(ours) - std::bit_cast<std::int32_t>(theirs)), 1) << line;
+    // Ours is the correctly rounded formula; theirs is it evaluated in FP32, up to two units in the last
+    // place away (a level step is at least 10^4 units).
+    EXPECT_LE(std::abs(std::bit_cast<std::int32_t>(ours) - std::bit_cast<std::int32_t>(theirs)), 2) << line;
     ++compared;
   }
   EXPECT_EQ(compared, 512);

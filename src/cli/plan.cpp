@@ -1,0 +1,120 @@
+// agoq plan: what a run will hold in memory, layer by layer and class by class, before it runs.
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <memory>
+
+#include "cli/command.h"
+#include "cli/table.h"
+#include "core/quantity.h"
+#include "train/run_plan.h"
+
+namespace agoq {
+namespace {
+
+struct PlanArguments {
+  std::string config;
+  std::vector<std::string> settings;
+  bool json = false;
+};
+
+std::string bytes_text(std::int64_t bytes) { return format_bytes(bytes); }
+
+std::string layers_text(const PlannedLayers& group) {
+  return group.first == group.last ? fmt::format("{}", group.first)
+                                   : fmt::format("{}-{}", group.first, group.last);
+}
+
+void print_slots(const RunPlan& plan) {
+  Table table({{"layer"},
+               {"slot"},
+               {"elements/token", Align::kRight},
+               {"plan"},
+               {"bytes/token", Align::kRight},
+               {"bytes/layer", Align::kRight}});
+  for (const PlannedLayers& group : group_layers(plan)) {
+    if (group.first > 0) table.add_rule();
+    bool first = true;
+    for (std::size_t s = 0; s < plan.slots[group.first].size(); ++s) {
+      const SaveSlot& slot = plan.slots[group.first][s];
+      const SlotPlan& planned = plan.bits.layers[group.first].slots[s];
+      std::vector<std::string> cells{first ? layers_text(group) : "", slot.name, std::to_string(slot.width)};
+      if (planned.action == SlotAction::kKeep) {
+        const std::int64_t bytes = payload_bytes(planned.format, grid_of(slot, plan.tokens));
+        cells.push_back("keep " + planned.format.to_string());
+        cells.push_back(fmt::format("{:.1f}", static_cast<double>(bytes) / static_cast<double>(plan.tokens)));
+        cells.push_back(bytes_text(bytes));
+      } else {
+        cells.push_back("recompute from " +
+                        (slot.recomputed_from.empty() ? "the layer's input" : slot.recomputed_from));
+      }
+      table.add_row(std::move(cells));
+      first = false;
+    }
+  }
+  fmt::print("{}\n", table.to_string());
+}
+
+void print_classes(const RunPlan& plan) {
+  Table table({{"memory"}, {"bytes", Align::kRight}, {"share", Align::kRight}});
+  const auto peak = static_cast<double>(plan.predicted_peak());
+  const auto add = [&](const std::string& name, std::size_t bytes) {
+    table.add_row({name, bytes_text(static_cast<std::int64_t>(bytes)),
+                   fmt::format("{:.1f} %", 100.0 * static_cast<double>(bytes) / peak)});
+  };
+  for (int c = 0; c < kMemoryClasses; ++c) {
+    const auto memory = static_cast<MemoryClass>(c);
+    add(std::string(name_of(memory)), plan.classes[static_cast<std::size_t>(c)]);
+    if (memory == MemoryClass::kActivations) {
+      for (int r = 0; r < kSlotRoles; ++r) {
+        const std::int64_t bytes = saved_bytes_of_role(plan, static_cast<SlotRole>(r));
+        if (bytes > 0) table.add_row({fmt::format("  {}", name_of(static_cast<SlotRole>(r))), bytes_text(bytes)});
+      }
+    }
+    if (memory == MemoryClass::kWorkspace) {
+      table.add_row({"  of which the loss chunk takes",
+                     bytes_text(static_cast<std::int64_t>(plan.loss_chunk))});
+    }
+  }
+  add("text", plan.data);
+  add("program and libraries", plan.program);
+  table.add_rule();
+  add("predicted peak", plan.predicted_peak());
+  fmt::print("{}", table.to_string());
+}
+
+/// Bytes of text that a run would hold, if its data are there.
+std::size_t text_bytes(const DataConfig& data, bool& found) {
+  found = !data.paths.empty();
+  for (const std::string& path : data.paths) found = found && std::filesystem::exists(path);
+  return found ? Dataset::load(data).bytes() : 0;
+}
+
+void plan_command(const PlanArguments& arguments) {
+  const RunConfig config = load_run_config(arguments.config, arguments.settings);
+  bool found = false;
+  const std::size_t data_bytes = text_bytes(config.data, found);
+  const RunPlan plan = plan_run(config, cpu_backend(), data_bytes);
+  if (arguments.json) {
+    fmt::print("{}\n", to_json(plan, config));
+    return;
+  }
+  fmt::print("{} parameters in {}, policy {}, {} tokens a micro-batch ({} x {}), {} micro-batches a step\n\n",
+             plan.parameters, name_of(config.model.dtype), name_of(config.activations.policy), plan.tokens,
+             config.run.micro_batch, config.run.sequence, config.run.micro_batches);
+  print_slots(plan);
+  print_classes(plan);
+  if (!found) fmt::print("\nThe text is not at hand ({}): it is not counted.\n", fmt::join(config.data.paths, ", "));
+}
+
+}  // namespace
+
+Action declare_plan(Arguments& arguments) {
+  const auto given = std::make_shared<PlanArguments>();
+  arguments.positional("CONFIG", given->config, "The run's configuration (TOML)");
+  arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting");
+  arguments.flag("--json", given->json, "Print JSON");
+  return [given] { plan_command(*given); };
+}
+
+}  // namespace agoq

@@ -1,0 +1,118 @@
+#include "train/run_plan.h"
+
+#include <nlohmann/json.hpp>
+
+#include "train/trainer.h"
+
+namespace agoq {
+namespace {
+
+bool same_layer(const LayerPlan& a, const LayerPlan& b) {
+  if (a.recompute_layer != b.recompute_layer || a.slots.size() != b.slots.size()) return false;
+  for (std::size_t s = 0; s < a.slots.size(); ++s) {
+    if (a.slots[s].action != b.slots[s].action || a.slots[s].format != b.slots[s].format) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::size_t RunPlan::predicted_peak() const {
+  std::size_t bytes = data + program;
+  for (const std::size_t of_class : classes) bytes += of_class;
+  return bytes;
+}
+
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes) {
+  RunPlan plan;
+  plan.parameters = parameter_count(config.model);
+  plan.tokens = config.run.sequence * config.run.micro_batch;
+  plan.slots = transformer_saves(config.model);
+  plan.bits = make_bit_plan(plan.slots, config.activations);
+  plan.data = data_bytes;
+  plan.program = kProgramBytes;
+
+  RunArenas arenas = RunArenas::measuring();
+  Trainer trainer(config, backend, arenas);
+  const HostBatch batch = shape_only_batch(config.run.micro_batch, config.run.sequence);
+  trainer.initialise();
+  trainer.begin_step();
+  trainer.micro_batch(batch);
+  trainer.finish_step();
+  trainer.evaluate(batch);
+  plan.classes = arenas.high_water();
+  plan.loss_chunk = trainer.loss_workspace();
+  return plan;
+}
+
+std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role) {
+  std::int64_t bytes = 0;
+  for (std::size_t l = 0; l < plan.slots.size(); ++l) {
+    for (std::size_t s = 0; s < plan.slots[l].size(); ++s) {
+      const SlotPlan& slot = plan.bits.layers[l].slots[s];
+      if (plan.slots[l][s].role == role && slot.action == SlotAction::kKeep) {
+        bytes += payload_bytes(slot.format, grid_of(plan.slots[l][s], plan.tokens));
+      }
+    }
+  }
+  return bytes;
+}
+
+std::vector<PlannedLayers> group_layers(const RunPlan& plan) {
+  std::vector<PlannedLayers> groups;
+  for (std::size_t l = 0; l < plan.slots.size(); ++l) {
+    const bool continues = !groups.empty() && same_layer(plan.bits.layers[l], plan.bits.layers[l - 1]);
+    if (continues) {
+      groups.back().last = l;
+    } else {
+      groups.push_back({l, l, saved_bytes(plan.slots[l], plan.bits.layers[l], plan.tokens)});
+    }
+  }
+  return groups;
+}
+
+std::string to_json(const RunPlan& plan, const RunConfig& config) {
+  using nlohmann::ordered_json;
+  ordered_json json;
+  json["parameters"] = plan.parameters;
+  json["tokens_per_micro_batch"] = plan.tokens;
+  json["policy"] = name_of(config.activations.policy);
+  ordered_json& bytes = json["bytes"];
+  for (int c = 0; c < kMemoryClasses; ++c) {
+    bytes[std::string(name_of(static_cast<MemoryClass>(c)))] = plan.classes[static_cast<std::size_t>(c)];
+  }
+  bytes["loss chunk (within workspace)"] = plan.loss_chunk;
+  bytes["data"] = plan.data;
+  bytes["program"] = plan.program;
+  json["peak_bytes_predicted"] = plan.predicted_peak();
+  for (int r = 0; r < kSlotRoles; ++r) {
+    const auto role = static_cast<SlotRole>(r);
+    json["saved_bytes_per_role"][std::string(name_of(role))] = saved_bytes_of_role(plan, role);
+  }
+  for (const PlannedLayers& group : group_layers(plan)) {
+    ordered_json layers;
+    layers["first"] = group.first;
+    layers["last"] = group.last;
+    layers["saved_bytes_per_layer"] = group.bytes_per_layer;
+    layers["run_again_in_backward"] = plan.bits.layers[group.first].recompute_layer;
+    for (std::size_t s = 0; s < plan.slots[group.first].size(); ++s) {
+      const SaveSlot& slot = plan.slots[group.first][s];
+      const SlotPlan& planned = plan.bits.layers[group.first].slots[s];
+      ordered_json entry;
+      entry["slot"] = slot.name;
+      entry["role"] = name_of(slot.role);
+      entry["elements_per_token"] = slot.width;
+      if (planned.action == SlotAction::kKeep) {
+        entry["keep"] = planned.format.to_string();
+        entry["bytes_per_layer"] = payload_bytes(planned.format, grid_of(slot, plan.tokens));
+      } else {
+        entry["recompute"] = slot.recomputed_from.empty() ? "the whole layer" : slot.recomputed_from;
+      }
+      layers["slots"].push_back(std::move(entry));
+    }
+    json["layers"].push_back(std::move(layers));
+  }
+  return json.dump(2);
+}
+
+}  // namespace agoq

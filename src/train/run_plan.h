@@ -1,0 +1,51 @@
+// RunPlan: what a run will hold in memory, known before it starts.
+//
+// The bytes of each class are not estimated by formulas: the plan lays out a Trainer on measuring
+// arenas and runs its initialisation, a training step and an evaluation there, on operations that
+// take their memory and compute nothing. It needs no device and touches no memory of model size.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "activations/bit_plan.h"
+#include "train/run_arenas.h"
+#include "train/run_config.h"
+
+namespace agoq {
+
+struct RunPlan {
+  std::int64_t parameters = 0;
+  std::int64_t tokens = 0;  // of a micro-batch
+  std::vector<LayerSlots> slots;
+  BitPlan bits;
+  BytesPerClass classes{};          // capacities of the run's arenas
+  std::size_t loss_chunk = 0;       // of the workspace: what head and loss take (shared with the layers)
+  std::size_t data = 0;             // the text, in host memory
+  std::size_t program = 0;          // the program itself and its libraries: measured constant
+  std::size_t predicted_peak() const;
+};
+
+/// data_bytes: Dataset::bytes(), or 0 if the data are not at hand.
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes);
+
+/// Heap and anonymous maps of the program beside arenas and data: code that oneDNN generates per
+/// shape, streams, configuration. Measured on Debian 12 (docs/memory.md).
+inline constexpr std::size_t kProgramBytes = std::size_t{1} << 20;
+
+/// Bytes kept in all layers by slots of `role` (payload, without alignment).
+std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role);
+
+/// plan.json.
+std::string to_json(const RunPlan& plan, const RunConfig& config);
+
+/// Layers that are planned alike, as one row: first and last layer, and a description per slot.
+struct PlannedLayers {
+  std::size_t first;
+  std::size_t last;
+  std::int64_t bytes_per_layer;
+};
+std::vector<PlannedLayers> group_layers(const RunPlan& plan);
+
+}  // namespace agoq

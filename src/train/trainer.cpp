@@ -1,0 +1,149 @@
+#include "train/trainer.h"
+
+#include <cmath>
+
+namespace agoq {
+namespace {
+
+/// A context for the layout of a run, before the Trainer has a step.
+Context layout_context(Backend& backend, RunArenas& arenas, const RunConfig& config) {
+  RandomKey key;
+  key.seed = config.run.seed;
+  return {backend, {}, arenas[MemoryClass::kWorkspace], key};
+}
+
+std::int64_t tokens_of(const RunConfig& config) { return config.run.sequence * config.run.micro_batch; }
+
+}  // namespace
+
+Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
+    : config_(config),
+      backend_(backend),
+      workspace_(arenas[MemoryClass::kWorkspace]),
+      tokens_(tokens_of(config)),
+      model_(layout_context(backend, arenas, config), config.model, arenas[MemoryClass::kWeights],
+             arenas[MemoryClass::kTables], config.run.sequence),
+      gradients_(arenas[MemoryClass::kGradients], model_.parameters(), config.gradients, config.model.dtype),
+      optimizer_(arenas[MemoryClass::kMoments], arenas[MemoryClass::kMasters], model_.parameters(),
+                 config.optimizer, config.model.dtype),
+      // Forward and backward of a micro-batch follow each other, so one frame is in flight.
+      store_(arenas[MemoryClass::kActivations], transformer_saves(config.model),
+             make_bit_plan(transformer_saves(config.model), config.activations), tokens_, 1),
+      forward_only_(arenas[MemoryClass::kBatch], transformer_saves(config.model),
+                    make_forward_only_plan(transformer_saves(config.model)), tokens_, 1),
+      buffers_(arenas[MemoryClass::kBatch], tokens_, config.run.sequence) {
+  Arena& batch = arenas[MemoryClass::kBatch];
+  token_loss_ = batch.take(statistics_type(config.model.dtype), Shape{tokens_});
+  loss_sums_ = batch.take(ElementType::kFp64, Shape{config.run.micro_batches});
+}
+
+Context Trainer::context() {
+  RandomKey key;
+  key.seed = config_.run.seed;
+  key.step = static_cast<std::uint32_t>(step_ + 1);
+  key.micro_batch = static_cast<std::uint32_t>(micro_batch_);
+  return {backend_, {}, workspace_, key};
+}
+
+void Trainer::initialise() {
+  const Context context = this->context();
+  // Rows at a time on the host, so that no second copy of a parameter exists there.
+  constexpr std::int64_t kPieceElements = 16384;
+  std::vector<float> piece;
+  for (std::size_t p = 0; p < model_.parameters().size(); ++p) {
+    const Parameter& parameter = model_.parameters()[p];
+    const Arena::Scope scope(workspace_);
+    const Tensor initial = workspace_.take(ElementType::kFp32, Shape{parameter.rows, parameter.columns});
+    const std::int64_t rows_at_once = std::max<std::int64_t>(1, kPieceElements / parameter.columns);
+    for (std::int64_t first = 0; first < parameter.rows && !workspace_.is_measuring(); first += rows_at_once) {
+      const std::int64_t last = std::min(first + rows_at_once, parameter.rows);
+      piece.resize(static_cast<std::size_t>((last - first) * parameter.columns));
+      initial_values(config_.model, parameter, p, config_.run.seed, first, last, piece.data());
+      const Tensor rows = initial.slice_rows(first, last);
+      backend_.upload(context, piece.data(), rows.data, rows.bytes());
+    }
+    optimizer_.initialise(context, p, initial, model_.weights()[p]);
+  }
+}
+
+void Trainer::begin_step() {
+  micro_batch_ = 0;
+  valid_tokens_ = 0;
+  const Context context = this->context();
+  gradients_.zero(context);
+  store_.reset_counters(context);
+}
+
+void Trainer::micro_batch(const HostBatch& host) {
+  check(micro_batch_ < config_.run.micro_batches, "a step has {} micro-batches; one more came",
+        config_.run.micro_batches);
+  const Context context = this->context();
+  const Batch batch = buffers_.upload(context, host);
+  const Arena::Scope scope(workspace_);
+  const Tensor doutput = workspace_.take(config_.model.dtype, Shape{tokens_, config_.model.hidden});
+  const std::size_t frame = store_.open();
+  model_.forward(context, batch, store_, frame, gradients_, token_loss_, doutput);
+  backend_.sum(context, token_loss_,
+               loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(micro_batch_, micro_batch_ + 1));
+  model_.backward(context, batch, store_, frame, gradients_, doutput);
+  const std::vector<std::string> unused = store_.close(frame);
+  check(unused.empty(), "{} was saved and never loaded: remove it from the layer's saves()",
+        unused.empty() ? "" : unused.front());
+  valid_tokens_ += host.valid_tokens;
+  ++micro_batch_;
+}
+
+StepReport Trainer::finish_step() {
+  const Context context = this->context();
+  StepReport report;
+  report.step = step_ + 1;
+  report.valid_tokens = valid_tokens_;
+  check_input(valid_tokens_ > 0, "step {} has no token with a loss weight: the data hold no targets",
+              report.step);
+  std::vector<double> sums(static_cast<std::size_t>(micro_batch_));
+  backend_.read(context, loss_sums_.data, sums.data(), sums.size() * sizeof(double));
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  report.loss = total / static_cast<double>(valid_tokens_);
+
+  for (const auto& [name, counts] : store_.read_counters(context)) report.numerics.push_back({name, counts});
+  for (const auto& [name, counts] : gradients_.read_counters(context)) {
+    report.numerics.push_back({"gradient of " + name, counts});
+  }
+  for (const NumericCounts& numeric : report.numerics) {
+    check(numeric.counts.non_finite == 0,
+          "step {}: {} values of {} are NaN or infinite; the weights are those of step {}: lower "
+          "optimizer.learning_rate or look at the data",
+          report.step, numeric.counts.non_finite, numeric.tensor, step_);
+  }
+  check(std::isfinite(report.loss),
+        "step {}: the loss is {}; the weights are those of step {}: lower optimizer.learning_rate or look "
+        "at the data",
+        report.step, report.loss, step_);
+
+  report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
+  report.gradient_norm = optimizer_.update(context, model_.weights(), gradients_, report.learning_rate,
+                                           1.0 / static_cast<double>(valid_tokens_), report.step);
+  ++step_;
+  return report;
+}
+
+double Trainer::evaluate(const HostBatch& host) {
+  const Context context = this->context();
+  const Batch batch = buffers_.upload(context, host);
+  model_.evaluate(context, batch, forward_only_, token_loss_);
+  const Tensor total = loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(0, 1);
+  backend_.sum(context, token_loss_, total);
+  double sum = 0;
+  backend_.read(context, total.data, &sum, sizeof(sum));
+  return sum;
+}
+
+std::size_t Trainer::loss_workspace() { return model_.loss_workspace(context(), tokens_, gradients_); }
+
+void Trainer::gradients_of(const HostBatch& host) {
+  begin_step();
+  micro_batch(host);
+}
+
+}  // namespace agoq

@@ -1,0 +1,89 @@
+// Trainer: the state of a training run on one device, and one step of it.
+//
+//   begin_step; for each micro-batch: forward and backward, gradients accumulate; then finish_step:
+//   norm, clip, update. The accumulated gradient is that of the sum of token losses; it is divided
+//   once, in the update, by the number of valid tokens of the whole step.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "activations/activation_store.h"
+#include "gradients/main_gradients.h"
+#include "model/transformer.h"
+#include "optim/adamw.h"
+#include "train/batch_buffers.h"
+#include "train/run_arenas.h"
+#include "train/run_config.h"
+
+namespace agoq {
+
+struct NumericCounts {
+  std::string tensor;  // "layer 3 gate_up", "gradient of layers.3.down"
+  QuantCounts counts;
+};
+
+struct StepReport {
+  std::int64_t step = 0;  // counts from 1
+  double loss = 0;        // mean over valid tokens, nats
+  double gradient_norm = 0;
+  double learning_rate = 0;
+  std::int64_t valid_tokens = 0;
+  std::vector<NumericCounts> numerics;  // tensors that counted anything
+};
+
+class Trainer {
+ public:
+  /// Lays everything out in `arenas`. With measuring arenas every method computes nothing and only
+  /// takes its memory.
+  Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas);
+
+  /// Initial weights from config.run.seed.
+  void initialise();
+
+  // --- one step ---
+  void begin_step();
+  /// Forward and backward of the next micro-batch of the step.
+  void micro_batch(const HostBatch& batch);
+  /// Updates the weights. Throws Error, with the weights as they were, when the loss or a gradient is
+  /// not finite; the tensor is named.
+  StepReport finish_step();
+
+  /// Sum of weighted token losses of a micro-batch, nothing saved or changed.
+  double evaluate(const HostBatch& batch);
+  /// Forward and backward of one micro-batch into zeroed gradients, without an update: for
+  /// comparisons of gradients.
+  void gradients_of(const HostBatch& batch);
+
+  /// Workspace that head and loss take, for the memory plan.
+  std::size_t loss_workspace();
+
+  std::int64_t step() const { return step_; }
+  void set_step(std::int64_t step) { step_ = step; }
+  Context context();
+  const Transformer& model() const { return model_; }
+  const MainGradients& gradients() const { return gradients_; }
+  const AdamW& optimizer() const { return optimizer_; }
+  AdamW& optimizer() { return optimizer_; }
+  const ActivationStore& activations() const { return store_; }
+
+ private:
+  const RunConfig& config_;
+  Backend& backend_;
+  Arena& workspace_;
+  std::int64_t tokens_;  // of a micro-batch
+  Transformer model_;
+  MainGradients gradients_;
+  AdamW optimizer_;
+  ActivationStore store_;
+  ActivationStore forward_only_;
+  BatchBuffers buffers_;
+  Tensor token_loss_;  // compute type [tokens]
+  Tensor loss_sums_;   // fp64 [micro_batches]
+  std::int64_t step_ = 0;         // completed
+  std::int64_t micro_batch_ = 0;  // of the step under way
+  std::int64_t valid_tokens_ = 0;
+};
+
+}  // namespace agoq

@@ -1,0 +1,239 @@
+#include "train/training_run.h"
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "checkpoint/durable_file.h"
+#include "train/memory_probe.h"
+#include "train/progress.h"
+#include "train/run_plan.h"
+#include "train/run_directory.h"
+#include "train/trainer.h"
+#include "train/validation.h"
+
+namespace agoq {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+volatile std::sig_atomic_t stop_requested = 0;
+
+/// Turns SIGTERM and SIGINT into a request to stop after the step under way.
+class StopSignals {
+ public:
+  StopSignals() {
+    stop_requested = 0;
+    struct sigaction action {};
+    action.sa_handler = [](int) { stop_requested = 1; };
+    sigaction(SIGTERM, &action, &old_term_);
+    sigaction(SIGINT, &action, &old_int_);
+  }
+  ~StopSignals() {
+    sigaction(SIGTERM, &old_term_, nullptr);
+    sigaction(SIGINT, &old_int_, nullptr);
+  }
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+ private:
+  struct sigaction old_term_ {};
+  struct sigaction old_int_ {};
+};
+
+/// Tokens per second: the median over all steps but the first two, which meet cold caches.
+class Speed {
+ public:
+  explicit Speed(std::int64_t steps) { seconds_.reserve(static_cast<std::size_t>(steps)); }
+  void add(double seconds) { seconds_.push_back(seconds); }
+  /// Seconds of the median step; 0 before the first.
+  double median_step() {
+    if (seconds_.empty()) return 0;
+    const std::size_t skip = seconds_.size() > 4 ? 2 : 0;
+    // A copy of the tail only, in memory that was reserved.
+    sorted_.assign(seconds_.begin() + static_cast<std::ptrdiff_t>(skip), seconds_.end());
+    const auto middle = sorted_.begin() + static_cast<std::ptrdiff_t>(sorted_.size() / 2);
+    std::nth_element(sorted_.begin(), middle, sorted_.end());
+    return *middle;
+  }
+  /// Seconds of the last few steps, on average.
+  double recent_step() const {
+    const std::size_t count = std::min<std::size_t>(seconds_.size(), 8);
+    double sum = 0;
+    for (std::size_t i = seconds_.size() - count; i < seconds_.size(); ++i) sum += seconds_[i];
+    return count == 0 ? 0 : sum / static_cast<double>(count);
+  }
+
+ private:
+  std::vector<double> seconds_;
+  std::vector<double> sorted_;
+};
+
+std::string metrics_line(const StepReport& report, double seconds, double tokens_per_second) {
+  std::string line = fmt::format(
+      R"({{"step":{},"loss":{:.9g},"gradient_norm":{:.9g},"learning_rate":{:.9g},"valid_tokens":{},)"
+      R"("seconds":{:.6f},"tokens_per_second":{:.1f})",
+      report.step, report.loss, report.gradient_norm, report.learning_rate, report.valid_tokens, seconds,
+      tokens_per_second);
+  if (!report.numerics.empty()) {
+    line += R"(,"numerics":{)";
+    bool first = true;
+    for (const NumericCounts& numeric : report.numerics) {
+      line += fmt::format(R"({}"{}":{{"saturated":{},"flushed_blocks":{}}})", first ? "" : ",", numeric.tensor,
+                          numeric.counts.saturated, numeric.counts.flushed_blocks);
+      first = false;
+    }
+    line += "}";
+  }
+  return line + "}\n";
+}
+
+}  // namespace
+
+std::string to_json(const RunSummary& summary) {
+  nlohmann::ordered_json json;
+  json["policy"] = summary.policy;
+  json["steps"] = summary.steps;
+  json["parameters"] = summary.parameters;
+  json["training_loss"] = summary.training_loss;
+  json["validation_loss"] = summary.validation_loss;
+  json["order1_byte_loss"] = summary.order1_byte_loss;
+  json["saved_activation_bytes"] = summary.saved_activation_bytes;
+  json["main_gradient_bytes"] = summary.main_gradient_bytes;
+  json["moment_bytes"] = summary.moment_bytes;
+  json["master_bytes"] = summary.master_bytes;
+  json["weight_bytes"] = summary.weight_bytes;
+  json["peak_bytes_predicted"] = summary.peak_bytes_predicted;
+  json["peak_bytes_measured"] = summary.peak_bytes_measured;
+  json["resident_bytes_grown"] = summary.resident_bytes_grown;
+  json["tokens_per_second"] = summary.tokens_per_second;
+  return json.dump(2) + "\n";
+}
+
+RunSummary read_summary(const std::string& directory) {
+  const std::string path = directory + "/summary.json";
+  check_input(std::filesystem::exists(path), "{} has no summary.json: the run has not finished", directory);
+  const nlohmann::json json = nlohmann::json::parse(read_text(path, std::size_t{1} << 20), nullptr, false);
+  check_input(json.is_object(), "{} is not a JSON object: remove it and run again", path);
+  RunSummary summary;
+  try {
+    summary.policy = json.at("policy");
+    summary.steps = json.at("steps");
+    summary.parameters = json.at("parameters");
+    summary.training_loss = json.at("training_loss");
+    summary.validation_loss = json.at("validation_loss");
+    summary.order1_byte_loss = json.at("order1_byte_loss");
+    summary.saved_activation_bytes = json.at("saved_activation_bytes");
+    summary.main_gradient_bytes = json.at("main_gradient_bytes");
+    summary.moment_bytes = json.at("moment_bytes");
+    summary.master_bytes = json.at("master_bytes");
+    summary.weight_bytes = json.at("weight_bytes");
+    summary.peak_bytes_predicted = json.at("peak_bytes_predicted");
+    summary.peak_bytes_measured = json.at("peak_bytes_measured");
+    summary.resident_bytes_grown = json.at("resident_bytes_grown");
+    summary.tokens_per_second = json.at("tokens_per_second");
+  } catch (const nlohmann::json::exception& error) {
+    fail_input("{}: {}", path, error.what());
+  }
+  return summary;
+}
+
+RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  const std::int64_t resident_at_start = resident_memory().current;
+  const Dataset data = Dataset::load(config.data);
+  check_input(config.model.vocabulary >= kByteVocabulary,
+              "model.vocabulary must be at least {} for byte-level data; it is {}", kByteVocabulary,
+              config.model.vocabulary);
+  // Before the arenas exist: its table of byte pairs must not add to the peak.
+  const double order1_byte_loss = data.order1_loss();
+  const RunPlan plan = plan_run(config, backend, data.bytes());
+  const RunDirectory directory(config.run.directory, options.start);
+  directory.write("config.toml", to_toml(config));
+  directory.write("plan.json", to_json(plan, config));
+
+  RunArenas arenas(backend.allocator(), plan.classes);
+  Trainer trainer(config, backend, arenas);
+  std::int64_t next_sequence = 0;
+  if (options.start == RunStart::kResume) {
+    next_sequence = directory.load_latest(config, trainer);
+    check_input(trainer.step() < config.run.steps,
+                "{} is at step {} of {} already: raise train.steps to go on", config.run.directory,
+                trainer.step(), config.run.steps);
+  } else {
+    trainer.initialise();
+  }
+
+  const StopSignals signals;
+  std::ofstream metrics = directory.open_metrics(trainer.step());
+  const std::string label(name_of(config.activations.policy));
+  Progress progress(label, config.run.steps, config.run.log_every, options.show_progress);
+  Speed speed(config.run.steps);
+  HostBatch batch;
+  RunSummary summary;
+  const auto save = [&] { directory.save(config, trainer, next_sequence); };
+
+  while (trainer.step() < config.run.steps && stop_requested == 0) {
+    const Clock::time_point start = Clock::now();
+    trainer.begin_step();
+    for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
+      data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch, config.run.sequence,
+                batch);
+      trainer.micro_batch(batch);
+      next_sequence += config.run.micro_batch;
+    }
+    const StepReport report = trainer.finish_step();
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    speed.add(seconds);
+
+    const auto tokens = static_cast<double>(config.run.tokens_per_step());
+    metrics << metrics_line(report, seconds, tokens / seconds) << std::flush;
+    check(static_cast<bool>(metrics), "{}/metrics.jsonl cannot be written: is the disk full?",
+          config.run.directory);
+    progress.show(report.step, report.loss, tokens / speed.recent_step(),
+                  static_cast<double>(config.run.steps - report.step) * speed.recent_step());
+    summary.training_loss = report.loss;
+
+    const bool last = report.step == config.run.steps;
+    if (last || (config.run.validate_every > 0 && report.step % config.run.validate_every == 0)) {
+      const ValidationResult validation =
+          validate(trainer, data, config, last ? 0 : config.run.validation_batches, batch);
+      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})", report.step,
+                             validation.loss, validation.tokens)
+              << '\n'
+              << std::flush;
+      progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, report.step,
+                                validation.loss, validation.tokens));
+      summary.validation_loss = validation.loss;
+    }
+    if (last || (config.checkpoint.every > 0 && report.step % config.checkpoint.every == 0)) save();
+  }
+
+  if (trainer.step() < config.run.steps) {
+    save();
+    progress.note(fmt::format("stopped by a signal after step {}; go on with: agoq train {}/config.toml --resume",
+                              trainer.step(), config.run.directory));
+  }
+  summary.policy = label;
+  summary.steps = trainer.step();
+  summary.parameters = plan.parameters;
+  summary.order1_byte_loss = order1_byte_loss;
+  summary.saved_activation_bytes = trainer.activations().high_water();
+  summary.main_gradient_bytes = trainer.gradients().bytes();
+  summary.moment_bytes = trainer.optimizer().moment_bytes();
+  summary.master_bytes = trainer.optimizer().master_bytes();
+  summary.weight_bytes = plan.classes[static_cast<std::size_t>(MemoryClass::kWeights)];
+  summary.peak_bytes_predicted = plan.predicted_peak();
+  summary.peak_bytes_measured = memory_use().peak;
+  summary.resident_bytes_grown = resident_memory().peak - resident_at_start;
+  if (speed.median_step() > 0) {
+    summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / speed.median_step();
+  }
+  if (summary.steps == config.run.steps) directory.write("summary.json", to_json(summary));
+  return summary;
+}
+
+}  // namespace agoq

@@ -1,0 +1,48 @@
+// A training run: the loop around Trainer, with its run directory, progress and checkpoints.
+//
+// Run directory: config.toml (resolved), plan.json, metrics.jsonl (a line per step and validation),
+// checkpoints/step-N/, summary.json. The same configuration, seed and data give the same losses, also
+// across --resume.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "backend/backend.h"
+#include "train/run_config.h"
+#include "train/run_directory.h"
+
+namespace agoq {
+
+struct RunSummary {
+  std::string policy;
+  std::int64_t steps = 0;
+  std::int64_t parameters = 0;
+  double training_loss = 0;    // of the last step
+  double validation_loss = 0;  // nats per token, after the last step
+  double order1_byte_loss = 0;  // what an order-1 byte model reaches on the same split
+  std::size_t saved_activation_bytes = 0;  // high water over micro-batches in flight
+  std::size_t main_gradient_bytes = 0;
+  std::size_t moment_bytes = 0;
+  std::size_t master_bytes = 0;
+  std::size_t weight_bytes = 0;
+  std::size_t peak_bytes_predicted = 0;
+  std::int64_t peak_bytes_measured = 0;  // counted outside the arenas; 0 if this build cannot
+  std::int64_t resident_bytes_grown = 0;  // VmHWM at the end minus VmRSS at the start
+  double tokens_per_second = 0;         // median over steps
+};
+
+struct RunOptions {
+  RunStart start = RunStart::kNew;
+  bool show_progress = true;
+};
+
+/// Trains, or goes on from the newest checkpoint. On SIGTERM or SIGINT saves a checkpoint and returns
+/// after the step under way, with summary.steps below config.run.steps.
+RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
+
+/// summary.json of a run directory; throws Error (kInput) if the run did not finish.
+RunSummary read_summary(const std::string& directory);
+std::string to_json(const RunSummary& summary);
+
+}  // namespace agoq

@@ -1,0 +1,37 @@
+// The mean loss over the validation documents.
+#pragma once
+
+#include <cstdint>
+
+#include "data/dataset.h"
+#include "train/trainer.h"
+
+namespace agoq {
+
+struct ValidationResult {
+  double loss = 0;  // nats per valid token
+  std::int64_t tokens = 0;
+};
+
+/// Over the first `batches` micro-batches of the validation pass, or all of it if 0. Evaluator has
+/// `double evaluate(const HostBatch&)`: the sum of weighted token losses.
+template <typename Evaluator>
+ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunConfig& config,
+                          std::int64_t batches, HostBatch& batch) {
+  const std::int64_t per_batch = config.run.micro_batch;
+  const std::int64_t sequences = data.sequences(Split::kValidation, config.run.sequence);
+  const std::int64_t all = (sequences + per_batch - 1) / per_batch;
+  const std::int64_t count = batches == 0 ? all : std::min(batches, all);
+  ValidationResult result;
+  double sum = 0;
+  for (std::int64_t b = 0; b < count; ++b) {
+    data.fill(Split::kValidation, config.run.seed, b * per_batch, per_batch, config.run.sequence, batch);
+    sum += evaluator.evaluate(batch);
+    result.tokens += batch.valid_tokens;
+  }
+  check_input(result.tokens > 0, "the validation documents hold no target: add text");
+  result.loss = sum / static_cast<double>(result.tokens);
+  return result;
+}
+
+}  // namespace agoq
