@@ -43,8 +43,9 @@ int report_parse_error(const CLI::ParseError& error, int argc, char** argv,
   std::vector<std::string_view> names;
   for (const Command& command : commands) {
     if (command.name == first) {
-      return report(fmt::format("{}: {} (agoq {} --help shows the arguments)", first, error.what(), first),
-                    kBadInput);
+      return report(
+          fmt::format("{}: {} (agoq {} --help shows the arguments)", first, error.what(), first),
+          kBadInput);
     }
     names.push_back(command.name);
   }
@@ -53,8 +54,9 @@ int report_parse_error(const CLI::ParseError& error, int argc, char** argv,
   }
   const std::string_view nearest = nearest_name(first, names);
   if (nearest.empty()) {
-    return report(fmt::format("unknown command '{}'; the commands are {}", first, fmt::join(names, ", ")),
-                  kBadInput);
+    return report(
+        fmt::format("unknown command '{}'; the commands are {}", first, fmt::join(names, ", ")),
+        kBadInput);
   }
   return report(fmt::format("unknown command '{}'; did you mean {}?", first, nearest), kBadInput);
 }

@@ -24,7 +24,8 @@ class Arguments {
 
   /// A positional argument that must be there, or (vector) at least one.
   void positional(const std::string& name, std::string& value, const std::string& description);
-  void positional(const std::string& name, std::vector<std::string>& values, const std::string& description);
+  void positional(const std::string& name, std::vector<std::string>& values,
+                  const std::string& description);
   /// `name` is "--tokens"; `placeholder` ("N") stands for the value in --help.
   void option(const std::string& name, const std::string& placeholder, std::string& value,
               const std::string& description);
@@ -53,7 +54,8 @@ struct Command {
 /// Parses the command line and runs the command it names. Returns the exit status: 0 done, 1 the run
 /// failed, 2 bad input; an error is one line on stderr, "agoq: ...". `opening` is the help's first
 /// paragraph.
-int run_command_line(int argc, char** argv, const std::vector<Command>& commands, const std::string& opening);
+int run_command_line(int argc, char** argv, const std::vector<Command>& commands,
+                     const std::string& opening);
 
 Action declare_train(Arguments&);
 Action declare_plan(Arguments&);

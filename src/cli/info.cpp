@@ -52,7 +52,8 @@ void print_info() {
                                           std::thread::hardware_concurrency())});
   table.add_row({"memory", fmt::format("{}, {} available", format_bytes(machine_memory()),
                                        format_bytes(available_memory()))});
-  table.add_row({"memory probe", memory_probe_available() ? "malloc and mmap are counted" : "not in this build"});
+  table.add_row(
+      {"memory probe", memory_probe_available() ? "malloc and mmap are counted" : "not in this build"});
   for (const auto& [name, version] : build.libraries) table.add_row({name, version});
   fmt::print("{}", table.to_string());
 }

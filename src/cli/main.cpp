@@ -17,6 +17,6 @@ int main(int argc, char** argv) {
       "\n"
       "Start with\n"
       "  agoq plan examples/quickstart.toml       what a run will take, before it runs\n"
-      "  agoq train examples/quickstart.toml      train, and write runs/quickstart\n"
-      "  agoq generate runs/quickstart            let the trained model write");
+      "  agoq train examples/quickstart.toml      train, and write runs/quickstart/agoq\n"
+      "  agoq generate runs/quickstart/agoq       let the trained model write");
 }

@@ -11,15 +11,15 @@ namespace {
 
 // Characters, not bytes: continuation bytes are 10xxxxxx.
 std::size_t width_of(const std::string& text) {
-  return static_cast<std::size_t>(
-      std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
+  return static_cast<std::size_t>(std::count_if(
+      text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
 }
 
 }  // namespace
 
 void Table::add_row(std::vector<std::string> cells) {
-  check(cells.size() <= columns_.size(), "a row of {} cells was added to a table of {} columns", cells.size(),
-        columns_.size());
+  check(cells.size() <= columns_.size(), "a row of {} cells was added to a table of {} columns",
+        cells.size(), columns_.size());
   cells.resize(columns_.size());
   rows_.push_back(std::move(cells));
 }

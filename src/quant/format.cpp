@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <numeric>
+#include <limits>
 
 #include "core/error.h"
+#include "core/nearest_name.h"
 #include "quant/codec.h"
 
 namespace agoq {
@@ -33,22 +34,6 @@ double scale_bits(ScaleType scale) {
   return 0;
 }
 
-/// Levenshtein distance: insertions, deletions and substitutions between two texts.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t substituted = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({substituted, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
-}
-
 /// Every text that parse_format reads, names first.
 std::vector<std::string> valid_texts() {
   std::vector<std::string> texts;
@@ -66,9 +51,9 @@ std::vector<std::string> valid_texts() {
 
 std::string nearest_text(std::string_view text) {
   std::string nearest;
-  std::size_t least = std::string_view::npos;
+  int least = std::numeric_limits<int>::max();
   for (std::string& candidate : valid_texts()) {
-    const std::size_t distance = edit_distance(text, candidate);
+    const int distance = edit_distance(text, candidate);
     if (distance < least) {
       least = distance;
       nearest = std::move(candidate);

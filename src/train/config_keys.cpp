@@ -26,7 +26,10 @@ ConfigKey integer(std::string section, std::string name, Access<Field> access, s
                   std::int64_t largest, std::string description) {
   std::string allowed = largest == kLargest ? fmt::format("an integer from {}", least)
                                             : fmt::format("an integer from {} to {}", least, largest);
-  return {std::move(section), std::move(name), std::move(allowed), std::move(description),
+  return {std::move(section),
+          std::move(name),
+          std::move(allowed),
+          std::move(description),
           [access](const RunConfig& config) -> Setting {
             return static_cast<std::int64_t>(read(access, config));
           },
@@ -63,7 +66,10 @@ constexpr Range kBelowOne{0, 1, false, true};
 
 ConfigKey real(std::string section, std::string name, Access<double> access, Range range,
                std::string description) {
-  return {std::move(section), std::move(name), range.to_string(), std::move(description),
+  return {std::move(section),
+          std::move(name),
+          range.to_string(),
+          std::move(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access, range](RunConfig& config, const Setting& setting) {
             const double value = std::get<double>(setting);
@@ -74,7 +80,10 @@ ConfigKey real(std::string section, std::string name, Access<double> access, Ran
 }
 
 ConfigKey boolean(std::string section, std::string name, Access<bool> access, std::string description) {
-  return {std::move(section), std::move(name), "true or false", std::move(description),
+  return {std::move(section),
+          std::move(name),
+          "true or false",
+          std::move(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
             access(config) = std::get<bool>(setting);
@@ -84,7 +93,10 @@ ConfigKey boolean(std::string section, std::string name, Access<bool> access, st
 
 ConfigKey text(std::string section, std::string name, Access<std::string> access,
                std::string description) {
-  return {std::move(section), std::move(name), "a string that is not empty", std::move(description),
+  return {std::move(section),
+          std::move(name),
+          "a string that is not empty",
+          std::move(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
             const auto& value = std::get<std::string>(setting);
@@ -96,7 +108,9 @@ ConfigKey text(std::string section, std::string name, Access<std::string> access
 
 ConfigKey texts(std::string section, std::string name, Access<std::vector<std::string>> access,
                 std::string description) {
-  return {std::move(section), std::move(name), "a list of strings that are not empty",
+  return {std::move(section),
+          std::move(name),
+          "a list of strings that are not empty",
           std::move(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
@@ -116,7 +130,10 @@ ConfigKey choice(std::string section, std::string name, Access<Enum> access,
   for (const auto& [word, value] : choices) {
     allowed += (allowed == "one of" ? " \"" : ", \"") + word + "\"";
   }
-  return {std::move(section), std::move(name), std::move(allowed), std::move(description),
+  return {std::move(section),
+          std::move(name),
+          std::move(allowed),
+          std::move(description),
           [access, choices](const RunConfig& config) -> Setting {
             for (const auto& [word, value] : choices) {
               if (value == read(access, config)) return word;
@@ -136,7 +153,9 @@ ConfigKey choice(std::string section, std::string name, Access<Enum> access,
 // parse_format throws its own Error, which suggests the nearest format.
 ConfigKey format(std::string section, std::string name, Access<QuantFormat> access,
                  std::string description) {
-  return {std::move(section), std::move(name), "a format (agoq formats lists them)",
+  return {std::move(section),
+          std::move(name),
+          "a format (agoq formats lists them)",
           std::move(description),
           [access](const RunConfig& config) -> Setting { return read(access, config).to_string(); },
           [access](RunConfig& config, const Setting& setting) {
@@ -148,7 +167,9 @@ ConfigKey format(std::string section, std::string name, Access<QuantFormat> acce
 // Not an Access: which array element a key sets is data.
 ConfigKey role_format(std::string name, SlotRole role, const std::string& what) {
   const auto index = static_cast<std::size_t>(role);
-  return {"activations", std::move(name), "\"policy\" or a format (agoq formats lists them)",
+  return {"activations",
+          std::move(name),
+          "\"policy\" or a format (agoq formats lists them)",
           "format of " + what + "; \"policy\": what the policy says",
           [index](const RunConfig& config) -> Setting {
             const auto& chosen = config.activations.role_format[index];
@@ -166,151 +187,201 @@ ConfigKey role_format(std::string name, SlotRole role, const std::string& what) 
 std::vector<ConfigKey> make_keys() {
   using C = RunConfig;
   return {
-      integer<std::int64_t>("model", "hidden", [](C& c) -> auto& { return c.model.hidden; }, 1, kLargest,
-                            "width of the residual stream"),
-      integer<std::int64_t>("model", "layers", [](C& c) -> auto& { return c.model.layers; }, 1, 100000,
-                            "transformer blocks"),
-      integer<int>("model", "heads", [](C& c) -> auto& { return c.model.heads; }, 1, 65536,
-                   "query heads"),
-      integer<int>("model", "kv_heads", [](C& c) -> auto& { return c.model.kv_heads; }, 1, 65536,
-                   "key and value heads; divides heads"),
-      integer<int>("model", "head_size", [](C& c) -> auto& { return c.model.head_size; }, 2, 65536,
-                   "elements of one head; even"),
-      integer<std::int64_t>("model", "feed_forward", [](C& c) -> auto& { return c.model.feed_forward; },
-                            1, kLargest, "width of the gated MLP"),
-      integer<std::int64_t>("model", "vocabulary", [](C& c) -> auto& { return c.model.vocabulary; }, 2,
-                            std::numeric_limits<std::int32_t>::max(),
-                            "token ids; the built-in vocabulary has 257: the bytes and the document end"),
-      choice<NormKind>("model", "norm", [](C& c) -> auto& { return c.model.norm; },
-                       {{"rmsnorm", NormKind::kRmsNorm}, {"layernorm", NormKind::kLayerNorm}},
-                       "normalisation; layernorm has no parameters (OLMo)"),
-      real("model", "norm_epsilon", [](C& c) -> auto& { return c.model.norm_epsilon; }, kPositive,
-           "added to the mean square under the root"),
-      boolean("model", "tied_embeddings", [](C& c) -> auto& { return c.model.tied_embeddings; },
-              "the head uses the embedding's weight"),
-      choice<ElementType>("model", "dtype", [](C& c) -> auto& { return c.model.dtype; },
-                          {{"bf16", ElementType::kBf16}, {"fp32", ElementType::kFp32}},
-                          "element type of weights and activations"),
-      real("model", "rope_theta", [](C& c) -> auto& { return c.model.rope.theta; }, kPositive,
-           "base of the rotary wavelengths"),
-      choice<RopeScaling>("model", "rope_scaling", [](C& c) -> auto& { return c.model.rope.scaling; },
-                          {{"plain", RopeScaling::kPlain},
-                           {"linear", RopeScaling::kLinear},
-                           {"llama3", RopeScaling::kLlama3}},
-                          "how rotary positions are stretched"),
-      real("model", "rope_factor", [](C& c) -> auto& { return c.model.rope.factor; }, {1, kInfinity},
-           "stretching factor of linear and llama3 scaling"),
-      real("model", "rope_low_frequency_factor",
-           [](C& c) -> auto& { return c.model.rope.low_frequency_factor; }, kPositive,
-           "llama3 scaling: where full stretching ends"),
-      real("model", "rope_high_frequency_factor",
-           [](C& c) -> auto& { return c.model.rope.high_frequency_factor; }, kPositive,
-           "llama3 scaling: where stretching begins; above the low one"),
-      integer<std::int64_t>("model", "rope_original_positions",
-                            [](C& c) -> auto& { return c.model.rope.original_positions; }, 1, kLargest,
-                            "llama3 scaling: positions of the unstretched model"),
-      integer<std::int64_t>("model", "segments", [](C& c) -> auto& { return c.model.segments; }, 1, 65536,
-                            "parts into which tensor parallelism may cut a row; blocks restart in each"),
-      integer<std::int64_t>("model", "loss_chunk", [](C& c) -> auto& { return c.model.loss_chunk; }, 1,
-                            kLargest, "tokens whose logits exist at once"),
-      real("model", "initial_deviation", [](C& c) -> auto& { return c.model.initial_deviation; },
-           kPositive, "standard deviation of initial weights"),
+      integer<std::int64_t>(
+          "model", "hidden", [](C& c) -> auto& { return c.model.hidden; }, 1, kLargest,
+          "width of the residual stream"),
+      integer<std::int64_t>(
+          "model", "layers", [](C& c) -> auto& { return c.model.layers; }, 1, 100000,
+          "transformer blocks"),
+      integer<int>(
+          "model", "heads", [](C& c) -> auto& { return c.model.heads; }, 1, 65536, "query heads"),
+      integer<int>(
+          "model", "kv_heads", [](C& c) -> auto& { return c.model.kv_heads; }, 1, 65536,
+          "key and value heads; divides heads"),
+      integer<int>(
+          "model", "head_size", [](C& c) -> auto& { return c.model.head_size; }, 2, 65536,
+          "elements of one head; even"),
+      integer<std::int64_t>(
+          "model", "feed_forward", [](C& c) -> auto& { return c.model.feed_forward; }, 1, kLargest,
+          "width of the gated MLP"),
+      integer<std::int64_t>(
+          "model", "vocabulary", [](C& c) -> auto& { return c.model.vocabulary; }, 2,
+          std::numeric_limits<std::int32_t>::max(),
+          "token ids; the built-in vocabulary has 257: the bytes and the document end"),
+      choice<NormKind>(
+          "model", "norm", [](C& c) -> auto& { return c.model.norm; },
+          {{"rmsnorm", NormKind::kRmsNorm}, {"layernorm", NormKind::kLayerNorm}},
+          "normalisation; layernorm has no parameters (OLMo)"),
+      real(
+          "model", "norm_epsilon", [](C& c) -> auto& { return c.model.norm_epsilon; }, kPositive,
+          "added to the mean square under the root"),
+      boolean(
+          "model", "tied_embeddings", [](C& c) -> auto& { return c.model.tied_embeddings; },
+          "the head uses the embedding's weight"),
+      choice<ElementType>(
+          "model", "dtype", [](C& c) -> auto& { return c.model.dtype; },
+          {{"bf16", ElementType::kBf16}, {"fp32", ElementType::kFp32}},
+          "element type of weights and activations"),
+      real(
+          "model", "rope_theta", [](C& c) -> auto& { return c.model.rope.theta; }, kPositive,
+          "base of the rotary wavelengths"),
+      choice<RopeScaling>(
+          "model", "rope_scaling", [](C& c) -> auto& { return c.model.rope.scaling; },
+          {{"plain", RopeScaling::kPlain},
+           {"linear", RopeScaling::kLinear},
+           {"llama3", RopeScaling::kLlama3}},
+          "how rotary positions are stretched"),
+      real(
+          "model", "rope_factor", [](C& c) -> auto& { return c.model.rope.factor; }, {1, kInfinity},
+          "stretching factor of linear and llama3 scaling"),
+      real(
+          "model", "rope_low_frequency_factor",
+          [](C& c) -> auto& { return c.model.rope.low_frequency_factor; }, kPositive,
+          "llama3 scaling: where full stretching ends"),
+      real(
+          "model", "rope_high_frequency_factor",
+          [](C& c) -> auto& { return c.model.rope.high_frequency_factor; }, kPositive,
+          "llama3 scaling: where stretching begins; above the low one"),
+      integer<std::int64_t>(
+          "model", "rope_original_positions",
+          [](C& c) -> auto& { return c.model.rope.original_positions; }, 1, kLargest,
+          "llama3 scaling: positions of the unstretched model"),
+      integer<std::int64_t>(
+          "model", "segments", [](C& c) -> auto& { return c.model.segments; }, 1, 65536,
+          "parts into which tensor parallelism may cut a row; blocks restart in each"),
+      integer<std::int64_t>(
+          "model", "loss_chunk", [](C& c) -> auto& { return c.model.loss_chunk; }, 1, kLargest,
+          "tokens whose logits exist at once"),
+      real(
+          "model", "initial_deviation", [](C& c) -> auto& { return c.model.initial_deviation; },
+          kPositive, "standard deviation of initial weights"),
 
-      texts("data", "paths", [](C& c) -> auto& { return c.data.paths; },
-            "text files and folders, relative to the working directory"),
-      texts("data", "extensions", [](C& c) -> auto& { return c.data.extensions; },
-            "endings of the files that are read from folders"),
-      integer<std::int64_t>("data", "holdout_every", [](C& c) -> auto& { return c.data.holdout_every; }, 2,
-                            kLargest, "one document in so many is held out for validation"),
-      integer<std::int64_t>("data", "holdout_index", [](C& c) -> auto& { return c.data.holdout_index; }, 0,
-                            kLargest, "which one: document d with d % holdout_every == holdout_index"),
-      boolean("data", "document_attention", [](C& c) -> auto& { return c.data.document_attention; },
-              "tokens attend within their document only; false: across the whole sequence"),
+      texts(
+          "data", "paths", [](C& c) -> auto& { return c.data.paths; },
+          "text files and folders, relative to the working directory"),
+      texts(
+          "data", "extensions", [](C& c) -> auto& { return c.data.extensions; },
+          "endings of the files that are read from folders"),
+      integer<std::int64_t>(
+          "data", "holdout_every", [](C& c) -> auto& { return c.data.holdout_every; }, 2, kLargest,
+          "one document in so many is held out for validation"),
+      integer<std::int64_t>(
+          "data", "holdout_index", [](C& c) -> auto& { return c.data.holdout_index; }, 0, kLargest,
+          "which one: document d with d % holdout_every == holdout_index"),
+      boolean(
+          "data", "document_attention", [](C& c) -> auto& { return c.data.document_attention; },
+          "tokens attend within their document only; false: across the whole sequence"),
 
-      integer<std::int64_t>("train", "steps", [](C& c) -> auto& { return c.run.steps; }, 1,
-                            std::numeric_limits<std::int32_t>::max(), "optimizer steps"),
-      integer<std::int64_t>("train", "sequence", [](C& c) -> auto& { return c.run.sequence; }, 1, kLargest,
-                            "tokens of a sequence"),
-      integer<std::int64_t>("train", "micro_batch", [](C& c) -> auto& { return c.run.micro_batch; }, 1,
-                            kLargest, "sequences of a micro-batch"),
-      integer<std::int64_t>("train", "micro_batches", [](C& c) -> auto& { return c.run.micro_batches; }, 1,
-                            kLargest, "micro-batches of a step"),
-      integer<std::int64_t>("train", "validate_every", [](C& c) -> auto& { return c.run.validate_every; },
-                            0, kLargest, "steps between validations; 0: after the last step only"),
-      integer<std::int64_t>("train", "validation_batches",
-                            [](C& c) -> auto& { return c.run.validation_batches; }, 0, kLargest,
-                            "micro-batches of one validation; 0: every validation token"),
+      integer<std::int64_t>(
+          "train", "steps", [](C& c) -> auto& { return c.run.steps; }, 1,
+          std::numeric_limits<std::int32_t>::max(), "optimizer steps"),
+      integer<std::int64_t>(
+          "train", "sequence", [](C& c) -> auto& { return c.run.sequence; }, 1, kLargest,
+          "tokens of a sequence"),
+      integer<std::int64_t>(
+          "train", "micro_batch", [](C& c) -> auto& { return c.run.micro_batch; }, 1, kLargest,
+          "sequences of a micro-batch"),
+      integer<std::int64_t>(
+          "train", "micro_batches", [](C& c) -> auto& { return c.run.micro_batches; }, 1, kLargest,
+          "micro-batches of a step"),
+      integer<std::int64_t>(
+          "train", "validate_every", [](C& c) -> auto& { return c.run.validate_every; }, 0, kLargest,
+          "steps between validations; 0: after the last step only"),
+      integer<std::int64_t>(
+          "train", "validation_batches", [](C& c) -> auto& { return c.run.validation_batches; }, 0,
+          kLargest, "micro-batches of one validation; 0: every validation token"),
 
-      real("optimizer", "learning_rate", [](C& c) -> auto& { return c.optimizer.learning_rate; },
-           kPositive, "peak learning rate of AdamW"),
-      choice<ScheduleKind>("optimizer", "schedule", [](C& c) -> auto& { return c.optimizer.schedule; },
-                           {{"cosine", ScheduleKind::kCosine},
-                            {"linear", ScheduleKind::kLinear},
-                            {"warmup-stable-decay", ScheduleKind::kWarmupStableDecay}},
-                           "shape of the learning rate after warm-up"),
-      integer<std::int64_t>("optimizer", "warmup_steps",
-                            [](C& c) -> auto& { return c.optimizer.warmup_steps; }, 0, kLargest,
-                            "steps of linear warm-up"),
-      integer<std::int64_t>("optimizer", "decay_steps",
-                            [](C& c) -> auto& { return c.optimizer.decay_steps; }, 0, kLargest,
-                            "warmup-stable-decay: steps of the final decay"),
-      real("optimizer", "final_fraction", [](C& c) -> auto& { return c.optimizer.final_fraction; },
-           kFraction, "share of the peak learning rate at the last step"),
-      real("optimizer", "beta1", [](C& c) -> auto& { return c.optimizer.beta1; }, kBelowOne,
-           "decay of the first moment"),
-      real("optimizer", "beta2", [](C& c) -> auto& { return c.optimizer.beta2; }, kBelowOne,
-           "decay of the second moment"),
-      real("optimizer", "epsilon", [](C& c) -> auto& { return c.optimizer.epsilon; }, kPositive,
-           "added to the root of the second moment"),
-      real("optimizer", "weight_decay", [](C& c) -> auto& { return c.optimizer.weight_decay; },
-           kNotNegative, "decoupled decay of matrices; vectors have none"),
-      real("optimizer", "clip_norm", [](C& c) -> auto& { return c.optimizer.clip_norm; }, kNotNegative,
-           "largest global gradient norm; 0: no clipping"),
-      boolean("optimizer", "moments_8bit", [](C& c) -> auto& { return c.optimizer.moments_8bit; },
-              "block-wise 8-bit moments; false: FP32"),
-      choice<MasterKind>("optimizer", "master", [](C& c) -> auto& { return c.optimizer.master; },
-                         {{"none", MasterKind::kNone},
-                          {"fp32", MasterKind::kFp32},
-                          {"remainder", MasterKind::kRemainder}},
-                         "master weights of a bf16 model; remainder: 16 bits that make bf16 an FP32"),
+      real(
+          "optimizer", "learning_rate", [](C& c) -> auto& { return c.optimizer.learning_rate; },
+          kPositive, "peak learning rate of AdamW"),
+      choice<ScheduleKind>(
+          "optimizer", "schedule", [](C& c) -> auto& { return c.optimizer.schedule; },
+          {{"cosine", ScheduleKind::kCosine},
+           {"linear", ScheduleKind::kLinear},
+           {"warmup-stable-decay", ScheduleKind::kWarmupStableDecay}},
+          "shape of the learning rate after warm-up"),
+      integer<std::int64_t>(
+          "optimizer", "warmup_steps", [](C& c) -> auto& { return c.optimizer.warmup_steps; }, 0,
+          kLargest, "steps of linear warm-up"),
+      integer<std::int64_t>(
+          "optimizer", "decay_steps", [](C& c) -> auto& { return c.optimizer.decay_steps; }, 0, kLargest,
+          "warmup-stable-decay: steps of the final decay"),
+      real(
+          "optimizer", "final_fraction", [](C& c) -> auto& { return c.optimizer.final_fraction; },
+          kFraction, "share of the peak learning rate at the last step"),
+      real(
+          "optimizer", "beta1", [](C& c) -> auto& { return c.optimizer.beta1; }, kBelowOne,
+          "decay of the first moment"),
+      real(
+          "optimizer", "beta2", [](C& c) -> auto& { return c.optimizer.beta2; }, kBelowOne,
+          "decay of the second moment"),
+      real(
+          "optimizer", "epsilon", [](C& c) -> auto& { return c.optimizer.epsilon; }, kPositive,
+          "added to the root of the second moment"),
+      real(
+          "optimizer", "weight_decay", [](C& c) -> auto& { return c.optimizer.weight_decay; },
+          kNotNegative, "decoupled decay of matrices; vectors have none"),
+      real(
+          "optimizer", "clip_norm", [](C& c) -> auto& { return c.optimizer.clip_norm; }, kNotNegative,
+          "largest global gradient norm; 0: no clipping"),
+      boolean(
+          "optimizer", "moments_8bit", [](C& c) -> auto& { return c.optimizer.moments_8bit; },
+          "block-wise 8-bit moments; false: FP32"),
+      choice<MasterKind>(
+          "optimizer", "master", [](C& c) -> auto& { return c.optimizer.master; },
+          {{"none", MasterKind::kNone},
+           {"fp32", MasterKind::kFp32},
+           {"remainder", MasterKind::kRemainder}},
+          "master weights of a bf16 model; remainder: 16 bits that make bf16 an FP32"),
 
-      choice<SavePolicy>("activations", "policy", [](C& c) -> auto& { return c.activations.policy; },
-                         {{"keep", SavePolicy::kKeep},
-                          {"exact", SavePolicy::kExact},
-                          {"agoq", SavePolicy::kAgoq},
-                          {"recompute", SavePolicy::kRecompute},
-                          {"uniform", SavePolicy::kUniform}},
-                         "what is saved from forward to backward"),
-      format("activations", "format", [](C& c) -> auto& { return c.activations.format; },
-             "format of what the policies agoq and uniform quantise"),
+      choice<SavePolicy>(
+          "activations", "policy", [](C& c) -> auto& { return c.activations.policy; },
+          {{"keep", SavePolicy::kKeep},
+           {"exact", SavePolicy::kExact},
+           {"agoq", SavePolicy::kAgoq},
+           {"recompute", SavePolicy::kRecompute},
+           {"uniform", SavePolicy::kUniform}},
+          "what is saved from forward to backward"),
+      format(
+          "activations", "format", [](C& c) -> auto& { return c.activations.format; },
+          "format of what the policies agoq and uniform quantise"),
       role_format("norm_input", SlotRole::kNormInput, "the inputs of norms"),
       role_format("norm_output", SlotRole::kNormOutput, "the outputs of norms"),
       role_format("qkv", SlotRole::kQkv, "queries, keys and values"),
       role_format("attention_output", SlotRole::kAttentionOutput, "the output of attention"),
       role_format("gate_up", SlotRole::kGateUp, "the gate and up projections"),
       role_format("mlp_hidden", SlotRole::kMlpHidden, "the input of the down projection"),
-      boolean("activations", "keep_rstd", [](C& c) -> auto& { return c.activations.keep_rstd; },
-              "exact and agoq: keep the rstd of norms; false: recompute it"),
-      integer<std::int64_t>("activations", "recompute_layers",
-                            [](C& c) -> auto& { return c.activations.recompute_layers; }, 0, 100000,
-                            "first layers that keep their input only and run again in backward"),
+      boolean(
+          "activations", "keep_rstd", [](C& c) -> auto& { return c.activations.keep_rstd; },
+          "exact and agoq: keep the rstd of norms; false: recompute it"),
+      integer<std::int64_t>(
+          "activations", "recompute_layers",
+          [](C& c) -> auto& { return c.activations.recompute_layers; }, 0, 100000,
+          "first layers that keep their input only and run again in backward"),
 
-      format("gradients", "format", [](C& c) -> auto& { return c.gradients.format; },
-             "format of the main gradients of matrices"),
+      format(
+          "gradients", "format", [](C& c) -> auto& { return c.gradients.format; },
+          "format of the main gradients of matrices"),
 
-      integer<std::int64_t>("checkpoint", "every", [](C& c) -> auto& { return c.checkpoint.every; }, 0,
-                            kLargest, "steps between checkpoints; 0: after the last step only"),
-      integer<std::int64_t>("checkpoint", "keep", [](C& c) -> auto& { return c.checkpoint.keep; }, 1,
-                            kLargest, "newest checkpoints that stay"),
+      integer<std::int64_t>(
+          "checkpoint", "every", [](C& c) -> auto& { return c.checkpoint.every; }, 0, kLargest,
+          "steps between checkpoints; 0: after the last step only"),
+      integer<std::int64_t>(
+          "checkpoint", "keep", [](C& c) -> auto& { return c.checkpoint.keep; }, 1, kLargest,
+          "newest checkpoints that stay"),
 
-      text("run", "directory", [](C& c) -> auto& { return c.run.directory; },
-           "where the run writes, relative to the working directory"),
-      integer<std::uint64_t>("run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
-                             "of weights, data order and stochastic rounding"),
-      integer<std::int64_t>("run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
-                            "CPU threads; 0: one per processor"),
-      integer<std::int64_t>("run", "log_every", [](C& c) -> auto& { return c.run.log_every; }, 1, kLargest,
-                            "steps between lines of progress"),
+      text(
+          "run", "directory", [](C& c) -> auto& { return c.run.directory; },
+          "where the run writes, relative to the working directory"),
+      integer<std::uint64_t>(
+          "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
+          "of weights, data order and stochastic rounding"),
+      integer<std::int64_t>(
+          "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
+          "CPU threads; 0: one per processor"),
+      integer<std::int64_t>(
+          "run", "log_every", [](C& c) -> auto& { return c.run.log_every; }, 1, kLargest,
+          "steps between lines of progress"),
   };
 }
 

@@ -40,11 +40,13 @@ void check_section(const std::string& section, const std::string& place) {
               "{}: [parallel] cannot be set: this version trains in one process; remove the section",
               place);
   const std::string_view nearest = nearest_name(section, names);
-  if (nearest.empty()) fail_input("{}: unknown section [{}]; the sections are {}", place, section, join(names));
+  if (nearest.empty())
+    fail_input("{}: unknown section [{}]; the sections are {}", place, section, join(names));
   fail_input("{}: unknown section [{}]; did you mean [{}]?", place, section, nearest);
 }
 
-const ConfigKey& find_key(const std::string& section, const std::string& name, const std::string& place) {
+const ConfigKey& find_key(const std::string& section, const std::string& name,
+                          const std::string& place) {
   check_section(section, place);
   std::vector<std::string_view> names;
   const ConfigKey* elsewhere = nullptr;
@@ -54,11 +56,13 @@ const ConfigKey& find_key(const std::string& section, const std::string& name, c
     if (key.name == name) elsewhere = &key;
   }
   if (elsewhere != nullptr) {
-    fail_input("{}: unknown key {}.{}; {} belongs in [{}]", place, section, name, name, elsewhere->section);
+    fail_input("{}: unknown key {}.{}; {} belongs in [{}]", place, section, name, name,
+               elsewhere->section);
   }
   const std::string_view nearest = nearest_name(name, names);
   if (nearest.empty()) {
-    fail_input("{}: unknown key {}.{}; the keys of [{}] are {}", place, section, name, section, join(names));
+    fail_input("{}: unknown key {}.{}; the keys of [{}] are {}", place, section, name, section,
+               join(names));
   }
   fail_input("{}: unknown key {}.{}; did you mean {}?", place, section, name, nearest);
 }
@@ -170,7 +174,8 @@ toml::value parse_override(const std::string& text, const Setting& like, const s
       (text.empty() || text.front() != '[')) {
     toml::array elements;
     std::istringstream stream(text);
-    for (std::string element; std::getline(stream, element, ',');) elements.emplace_back(trimmed(element));
+    for (std::string element; std::getline(stream, element, ',');)
+      elements.emplace_back(trimmed(element));
     return toml::value(elements);
   }
   std::istringstream stream("value = " + text + "\n");
@@ -192,7 +197,8 @@ void apply_override(RunConfig& config, const std::string& assignment) {
   const std::string section = trimmed(assignment.substr(0, dot));
   const std::string name = trimmed(assignment.substr(dot + 1, equals - dot - 1));
   const ConfigKey& key = find_key(section, name, place);
-  apply(config, key, parse_override(trimmed(assignment.substr(equals + 1)), key.get(config), place), place);
+  apply(config, key, parse_override(trimmed(assignment.substr(equals + 1)), key.get(config), place),
+        place);
 }
 
 // --- writing ---
@@ -254,9 +260,8 @@ RunConfig parse_run_config(std::string_view toml, const std::string& name,
   const toml::value root = parse_toml(toml, name);
   for (const auto& [section, table] : in_text_order(root.as_table())) {
     const std::string place = place_of(table, name);
-    check_input(table.is_table(),
-                "{}: {} stands outside of a section; the sections are {}", place, section,
-                join(section_names()));
+    check_input(table.is_table(), "{}: {} stands outside of a section; the sections are {}", place,
+                section, join(section_names()));
     check_section(section, place);
     for (const auto& [key, value] : in_text_order(table.as_table())) {
       const std::string value_place = place_of(value, name);
@@ -275,7 +280,8 @@ RunConfig parse_run_config(std::string_view toml, const std::string& name,
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides) {
   std::error_code ignored;
   check_input(!std::filesystem::is_directory(path, ignored),
-              "{}: cannot be read: it is a folder; expected a TOML configuration (examples/ has some)", path);
+              "{}: cannot be read: it is a folder; expected a TOML configuration (examples/ has some)",
+              path);
   errno = 0;
   std::ifstream file(path, std::ios::binary);
   check_input(file.good(), "{}: cannot be read: {}; expected a TOML configuration (examples/ has some)",

@@ -117,10 +117,10 @@ TEST(RunConfig, ReadsEveryKindOfValue) {
 
 TEST(RunConfig, OverridesComeLastAndNeedNoQuotes) {
   const std::string toml = "[train]\nsteps = 10\n[activations]\npolicy = \"agoq\"\nqkv = \"bf16\"\n";
-  const RunConfig config =
-      parse(toml, {"train.steps=20", "activations.policy=keep", "activations.qkv=policy", "train.steps = 30",
-                   "optimizer.learning_rate=1", "data.paths=a, b c", "run.directory=\"runs/x\"",
-                   "data.extensions=[\".a\", \".b\"]", "optimizer.moments_8bit=false"});
+  const RunConfig config = parse(
+      toml, {"train.steps=20", "activations.policy=keep", "activations.qkv=policy", "train.steps = 30",
+             "optimizer.learning_rate=1", "data.paths=a, b c", "run.directory=\"runs/x\"",
+             "data.extensions=[\".a\", \".b\"]", "optimizer.moments_8bit=false"});
   EXPECT_EQ(config.run.steps, 30);
   EXPECT_EQ(config.activations.policy, SavePolicy::kKeep);
   EXPECT_EQ(config.activations.role_format[static_cast<std::size_t>(SlotRole::kQkv)], std::nullopt);
@@ -152,7 +152,8 @@ TEST(RunConfig, RefusesValuesOutOfRangeWithPlaceAndRange) {
                "run.toml:3: model.layers must be an integer from 1 to 100000, not 0");
   expect_error("[train]\nsteps = 1.5\n", "train.steps must be an integer from 1 to 2147483647, not 1.5");
   expect_error("[train]\nsteps = \"many\"\n", "not \"many\"");
-  expect_error("[optimizer]\nbeta1 = 1.0\n", "optimizer.beta1 must be a number from 0 and below 1, not 1");
+  expect_error("[optimizer]\nbeta1 = 1.0\n",
+               "optimizer.beta1 must be a number from 0 and below 1, not 1");
   expect_error("[optimizer]\nlearning_rate = 0\n", "must be a number above 0, not 0");
   expect_error("[optimizer]\nlearning_rate = inf\n", "must be a number above 0, not inf");
   expect_error("[optimizer]\nlearning_rate = nan\n", "must be a number above 0, not nan");
@@ -171,9 +172,11 @@ TEST(RunConfig, RefusesValuesOutOfRangeWithPlaceAndRange) {
 
 TEST(RunConfig, RefusesKeysThatDoNotFitTogether) {
   expect_error("[model]\nkv_heads = 3\n", "run.toml: ");
-  expect_error("[data]\nholdout_index = 20\n", "data.holdout_index is 20 and must be below data.holdout_every");
+  expect_error("[data]\nholdout_index = 20\n",
+               "data.holdout_index is 20 and must be below data.holdout_every");
   expect_error("[activations]\nrecompute_layers = 6\n", "the model has 5 layers");
-  expect_error("[optimizer]\nwarmup_steps = 101\n", "optimizer.warmup_steps is 101, more than train.steps");
+  expect_error("[optimizer]\nwarmup_steps = 101\n",
+               "optimizer.warmup_steps is 101, more than train.steps");
   expect_error("[optimizer]\nschedule = \"warmup-stable-decay\"\nwarmup_steps = 60\ndecay_steps = 41\n",
                "optimizer.decay_steps is 41, but 40 of 100 steps remain");
 }
@@ -193,7 +196,8 @@ TEST(RunConfig, ReportsAFileThatCannotBeRead) {
       ADD_FAILURE() << path << " was read";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInput);
-      EXPECT_NE(std::string(error.what()).find(path + ": cannot be read"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find(path + ": cannot be read"), std::string::npos)
+          << error.what();
     }
   }
 }

@@ -44,7 +44,8 @@ struct Installer {
 const Installer installer;
 
 void count_large(std::int64_t bytes) {
-  if (bytes >= kLargeAllocation) memory_counters.large_allocations.fetch_add(1, std::memory_order_relaxed);
+  if (bytes >= kLargeAllocation)
+    memory_counters.large_allocations.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::int64_t size_of_block(void* block) { return static_cast<std::int64_t>(malloc_usable_size(block)); }
@@ -137,7 +138,8 @@ std::size_t remove_range(std::uintptr_t begin, std::size_t bytes) {
 }
 
 void* map(void* wanted, std::size_t bytes, int protection, int flags, int file, off_t offset) {
-  auto* memory = reinterpret_cast<void*>(syscall(SYS_mmap, wanted, bytes, protection, flags, file, offset));
+  auto* memory =
+      reinterpret_cast<void*>(syscall(SYS_mmap, wanted, bytes, protection, flags, file, offset));
   if (memory == MAP_FAILED) return memory;
   const std::size_t size = whole_pages(bytes);
   if ((flags & MAP_FIXED) != 0) remove_range(address(memory), size);
@@ -174,7 +176,9 @@ void free(void* block) noexcept {
   __libc_free(block);
 }
 
-void* memalign(std::size_t alignment, std::size_t size) noexcept { return agoq::aligned(alignment, size); }
+void* memalign(std::size_t alignment, std::size_t size) noexcept {
+  return agoq::aligned(alignment, size);
+}
 
 void* aligned_alloc(std::size_t alignment, std::size_t size) noexcept {
   return agoq::aligned(alignment, size);

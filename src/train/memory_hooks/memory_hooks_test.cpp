@@ -99,7 +99,8 @@ TEST_F(MemoryHooks, SeeOperatorNewOfTheStandardLibrary) {
 }
 
 TEST_F(MemoryHooks, SeeAnonymousMappingsCutAnywhere) {
-  void* mapped = mmap(nullptr, 16 * kMebibyte, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* mapped =
+      mmap(nullptr, 16 * kMebibyte, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(mapped, MAP_FAILED);
   expect_taken(16 * kMebibyte);
   // A hole in the middle, then across the hole.
