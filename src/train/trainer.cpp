@@ -74,7 +74,14 @@ void Trainer::begin_step() {
   store_.reset_counters(context);
 }
 
-void Trainer::micro_batch(const HostBatch& host) {
+void Trainer::micro_batch(const HostBatch& host) { forward_and_backward(host, {}); }
+
+void Trainer::gradients_of(const HostBatch& host, const Between& between) {
+  begin_step();
+  forward_and_backward(host, between);
+}
+
+void Trainer::forward_and_backward(const HostBatch& host, const Between& between) {
   check(micro_batch_ < config_.run.micro_batches, "a step has {} micro-batches; one more came",
         config_.run.micro_batches);
   const Context context = this->context();
@@ -85,6 +92,7 @@ void Trainer::micro_batch(const HostBatch& host) {
   model_.forward(context, batch, store_, frame, gradients_, token_loss_, doutput);
   backend_.sum(context, token_loss_,
                loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(micro_batch_, micro_batch_ + 1));
+  if (between) between(store_, frame);
   model_.backward(context, batch, store_, frame, gradients_, doutput);
   const std::vector<std::string> unused = store_.close(frame);
   check(unused.empty(), "{} was saved and never loaded: remove it from the layer's saves()",
@@ -140,10 +148,5 @@ double Trainer::evaluate(const HostBatch& host) {
 }
 
 std::size_t Trainer::loss_workspace() { return model_.loss_workspace(context(), tokens_, gradients_); }
-
-void Trainer::gradients_of(const HostBatch& host) {
-  begin_step();
-  micro_batch(host);
-}
 
 }  // namespace agoq

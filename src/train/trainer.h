@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -53,8 +54,9 @@ class Trainer {
   /// Sum of weighted token losses of a micro-batch, nothing saved or changed.
   double evaluate(const HostBatch& batch);
   /// Forward and backward of one micro-batch into zeroed gradients, without an update: for
-  /// comparisons of gradients.
-  void gradients_of(const HostBatch& batch);
+  /// comparisons of gradients. `between` is called when forward has saved and backward not yet begun.
+  using Between = std::function<void(ActivationStore& store, std::size_t frame)>;
+  void gradients_of(const HostBatch& batch, const Between& between = {});
 
   /// Workspace that head and loss take, for the memory plan.
   std::size_t loss_workspace();
@@ -69,6 +71,8 @@ class Trainer {
   const ActivationStore& activations() const { return store_; }
 
  private:
+  void forward_and_backward(const HostBatch& batch, const Between& between);
+
   const RunConfig& config_;
   Backend& backend_;
   Arena& workspace_;
