@@ -18,7 +18,8 @@ constexpr std::int64_t kWidth = 4096;
 struct Operands {
   explicit Operands(const QuantFormat& format)
       : arena("benchmark", backend.allocator(),
-              kRows * kWidth * sizeof(float) + storage_bytes(format, {kRows, kWidth, 1}) + 2 * kArenaAlignment),
+              kRows * kWidth * sizeof(float) + storage_bytes(format, {kRows, kWidth, 1}) +
+                  2 * kArenaAlignment),
         workspace("benchmark workspace", backend.allocator(), std::size_t{1} << 20) {
     values = arena.take(ElementType::kFp32, Shape{kRows, kWidth});
     quantised = take(arena, format, {kRows, kWidth, 1});
@@ -61,12 +62,14 @@ void dequantize(benchmark::State& state, const QuantFormat& format) {
 void register_all() {
   for (const char* text :
        {"nf4/32/two-level", "nf4/128/fp32", "e2m1/32/bf16", "bnbfp4/128/fp32", "int4/128/bf16",
-        "int4-full-range/128/bf16", "int5/32/two-level", "int6/32/two-level", "int8/32/bf16", "e4m3/128/fp32",
-        "e5m2/128/fp32", "dynamic8/256/fp32", "dynamic8-unsigned/256/fp32", "nf4/32/two-level/stochastic",
-        "e4m3/128/fp32/stochastic", "bf16", "fp32"}) {
+        "int4-full-range/128/bf16", "int5/32/two-level", "int6/32/two-level", "int8/32/bf16",
+        "e4m3/128/fp32", "e5m2/128/fp32", "dynamic8/256/fp32", "dynamic8-unsigned/256/fp32",
+        "nf4/32/two-level/stochastic", "e4m3/128/fp32/stochastic", "bf16", "fp32"}) {
     const QuantFormat format = parse_format(text);
-    benchmark::RegisterBenchmark((std::string("quantize/") + text).c_str(), quantize, format)->UseRealTime();
-    benchmark::RegisterBenchmark((std::string("dequantize/") + text).c_str(), dequantize, format)->UseRealTime();
+    benchmark::RegisterBenchmark((std::string("quantize/") + text).c_str(), quantize, format)
+        ->UseRealTime();
+    benchmark::RegisterBenchmark((std::string("dequantize/") + text).c_str(), dequantize, format)
+        ->UseRealTime();
   }
 }
 

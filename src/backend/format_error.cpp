@@ -24,20 +24,21 @@ std::string_view name_of(TestDistribution distribution) {
 }
 
 std::vector<float> draw_samples(TestDistribution distribution, std::int64_t count) {
-  const RandomKey key{.seed = 1, .purpose = RandomPurpose::kTest,
-                      .tensor = static_cast<std::uint32_t>(distribution)};
+  const RandomKey key{
+      .seed = 1, .purpose = RandomPurpose::kTest, .tensor = static_cast<std::uint32_t>(distribution)};
   std::vector<float> samples(static_cast<std::size_t>(count));
 #pragma omp parallel for schedule(static)
   for (std::int64_t i = 0; i < count; ++i) {
     const auto index = static_cast<std::uint64_t>(i);
-    samples[static_cast<std::size_t>(i)] = static_cast<float>(
-        distribution == TestDistribution::kNormal ? random_normal(key, index) : random_student_t4(key, index));
+    samples[static_cast<std::size_t>(i)] =
+        static_cast<float>(distribution == TestDistribution::kNormal ? random_normal(key, index)
+                                                                     : random_student_t4(key, index));
   }
   return samples;
 }
 
-FormatError measure_format_error(Backend& backend, const QuantFormat& format, std::span<const float> samples,
-                                 std::int64_t row_length) {
+FormatError measure_format_error(Backend& backend, const QuantFormat& format,
+                                 std::span<const float> samples, std::int64_t row_length) {
   const auto count = static_cast<std::int64_t>(samples.size());
   check(row_length > 0 && count % row_length == 0 && count > 0,
         "format error: {} samples do not fill rows of {}: give a multiple", count, row_length);

@@ -32,7 +32,7 @@ struct FormatError {
 
 /// Quantises `samples` as rows of `row_length` elements (a divisor of their number) and reads them back.
 /// For codes without negative values the samples' magnitudes are taken.
-FormatError measure_format_error(Backend& backend, const QuantFormat& format, std::span<const float> samples,
-                                 std::int64_t row_length = 4096);
+FormatError measure_format_error(Backend& backend, const QuantFormat& format,
+                                 std::span<const float> samples, std::int64_t row_length = 4096);
 
 }  // namespace agoq

@@ -30,17 +30,19 @@ TEST(FormatError, EqualsThePublishedRelativeErrorsAtBlock128) {
     double normal, normal_unit, student, student_unit;
   };
   const std::vector<Row> rows = {
-      {"bnbfp4", .128, .001, .203, .001}, {"e2m1", .108, .001, .134, .001}, {"nf4", .095, .001, .131, .001},
-      {"int4", .118, .001, .196, .001},   {"int5", .055, .001, .092, .001}, {"int6", .026, .001, .045, .001},
-      {"int8", .0064, .0001, .011, .001}, {"e4m3", .026, .001, .024, .001}, {"e5m2", .052, .001, .047, .001},
-      {"dynamic8", .010, .001, .013, .001},
+      {"bnbfp4", .128, .001, .203, .001}, {"e2m1", .108, .001, .134, .001},
+      {"nf4", .095, .001, .131, .001},    {"int4", .118, .001, .196, .001},
+      {"int5", .055, .001, .092, .001},   {"int6", .026, .001, .045, .001},
+      {"int8", .0064, .0001, .011, .001}, {"e4m3", .026, .001, .024, .001},
+      {"e5m2", .052, .001, .047, .001},   {"dynamic8", .010, .001, .013, .001},
   };
   for (const Row& row : rows) {
     const QuantFormat format = parse_format(std::string(row.code) + "/128/fp32");
     const auto error = [&](TestDistribution distribution) {
       return measure_format_error(cpu_backend(), format, samples_of(distribution)).relative_l2;
     };
-    expect_near_printed(error(TestDistribution::kNormal), row.normal, row.normal_unit, std::string(row.code) + " normal");
+    expect_near_printed(error(TestDistribution::kNormal), row.normal, row.normal_unit,
+                        std::string(row.code) + " normal");
     expect_near_printed(error(TestDistribution::kStudentT4), row.student, row.student_unit,
                         std::string(row.code) + " student-t4");
   }
@@ -72,7 +74,8 @@ TEST(FormatError, ExactFp32LosesNothingAndStochasticLosesMore) {
       measure_format_error(cpu_backend(), parse_format("int8/128/fp32"), samples).relative_l2;
   const double stochastic =
       measure_format_error(cpu_backend(), parse_format("int8/128/fp32/stochastic"), samples).relative_l2;
-  EXPECT_NEAR(stochastic / nearest, std::sqrt(2.0), .03);  // uniform error: 1/6 against 1/12 of a step squared
+  EXPECT_NEAR(stochastic / nearest, std::sqrt(2.0),
+              .03);  // uniform error: 1/6 against 1/12 of a step squared
 }
 
 TEST(FormatError, DrawsStandardDistributions) {

@@ -55,7 +55,8 @@ class QuantizeTest : public ::testing::Test {
 
 TEST_F(QuantizeTest, EqualsTheRowCodecOnEveryRowAndSourceType) {
   const BlockGrid grid{5, 210, 3};
-  for (const char* text : {"nf4/32/two-level", "int5/64/bf16", "e4m3/128/fp32/stochastic", "bf16", "fp32"}) {
+  for (const char* text :
+       {"nf4/32/two-level", "int5/64/bf16", "e4m3/128/fp32/stochastic", "bf16", "fp32"}) {
     const QuantFormat format = parse_format(text);
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16, ElementType::kFp64}) {
       const Arena::Scope scope(arena_);
@@ -67,9 +68,10 @@ TEST_F(QuantizeTest, EqualsTheRowCodecOnEveryRowAndSourceType) {
         std::vector<float> widened(210);
         for (std::int64_t i = 0; i < 210; ++i) {
           const std::int64_t at = row * 210 + i;
-          widened[static_cast<std::size_t>(i)] = type == ElementType::kFp32   ? x.as<float>()[at]
-                                                 : type == ElementType::kBf16 ? to_float(x.as<Bf16>()[at])
-                                                                              : static_cast<float>(x.as<double>()[at]);
+          widened[static_cast<std::size_t>(i)] = type == ElementType::kFp32 ? x.as<float>()[at]
+                                                 : type == ElementType::kBf16
+                                                     ? to_float(x.as<Bf16>()[at])
+                                                     : static_cast<float>(x.as<double>()[at]);
         }
         QuantCounts counts;
         cpu::baseline::encode_row(expected, row, widened.data(), {.seed = 9}, counts);
@@ -81,9 +83,15 @@ TEST_F(QuantizeTest, EqualsTheRowCodecOnEveryRowAndSourceType) {
       const std::vector<float> values = decoded(expected);
       for (std::int64_t i = 0; i < back.count(); ++i) {
         const float value = values[static_cast<std::size_t>(i)];
-        if (type == ElementType::kFp32) { ASSERT_EQ(back.as<float>()[i], value); }
-        if (type == ElementType::kFp64) { ASSERT_EQ(back.as<double>()[i], double{value}); }
-        if (type == ElementType::kBf16) { ASSERT_EQ(back.as<Bf16>()[i].bits, to_bf16(value).bits); }
+        if (type == ElementType::kFp32) {
+          ASSERT_EQ(back.as<float>()[i], value);
+        }
+        if (type == ElementType::kFp64) {
+          ASSERT_EQ(back.as<double>()[i], double{value});
+        }
+        if (type == ElementType::kBf16) {
+          ASSERT_EQ(back.as<Bf16>()[i].bits, to_bf16(value).bits);
+        }
       }
     }
   }
@@ -94,7 +102,8 @@ TEST_F(QuantizeTest, BytesCountsAndSumsDoNotDependOnThreads) {
   const QuantFormat format = parse_format("nf4/32/two-level/stochastic");
   const BlockGrid grid{13, 1100, 1};
   const Tensor x = normal(ElementType::kFp32, grid.rows, grid.row_length, 2);
-  for (std::int64_t i = 0; i < x.count(); i += 501) x.as<float>()[i] = std::numeric_limits<float>::infinity();
+  for (std::int64_t i = 0; i < x.count(); i += 501)
+    x.as<float>()[i] = std::numeric_limits<float>::infinity();
   x.as<float>()[7] = 1e25f;
   std::vector<std::byte> bytes;
   std::vector<std::int64_t> counts;
@@ -135,7 +144,8 @@ TEST_F(QuantizeTest, CountersAreAddedTo) {
 
 TEST_F(QuantizeTest, AccumulateRequantisesTheSumOfDecodedAndAddend) {
   const BlockGrid grid{3, 300, 1};
-  for (const char* text : {"e4m3/128/fp32", "dynamic8/256/fp32", "int8/64/bf16/stochastic", "fp32", "bf16"}) {
+  for (const char* text :
+       {"e4m3/128/fp32", "dynamic8/256/fp32", "int8/64/bf16/stochastic", "fp32", "bf16"}) {
     const QuantFormat format = parse_format(text);
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16, ElementType::kFp64}) {
       const Arena::Scope scope(arena_);
@@ -164,7 +174,8 @@ TEST_F(QuantizeTest, AccumulatesInDoublePrecisionIntoFp64) {
   const Tensor main = normal(ElementType::kFp64, 2, 33, 9);
   const Tensor addend = normal(ElementType::kFp64, 2, 33, 10);
   std::vector<double> expected(66);
-  for (int i = 0; i < 66; ++i) expected[static_cast<std::size_t>(i)] = main.as<double>()[i] + addend.as<double>()[i];
+  for (int i = 0; i < 66; ++i)
+    expected[static_cast<std::size_t>(i)] = main.as<double>()[i] + addend.as<double>()[i];
   backend_.accumulate(context_, addend, as_quant_tensor(main), {}, {});
   EXPECT_EQ(std::memcmp(main.data, expected.data(), main.bytes()), 0);
 }
@@ -202,15 +213,19 @@ TEST_F(QuantizeTest, SumsAreInDoublePrecision) {
     backend_.sum(context_, x, total);
     EXPECT_EQ(total.as<double>()[0], sum) << "element order";
     backend_.sum_of_squares(context_, as_quant_tensor(x), total);
-    EXPECT_NEAR(total.as<double>()[0], static_cast<double>(squares), 1e-12 * static_cast<double>(squares));
+    EXPECT_NEAR(total.as<double>()[0], static_cast<double>(squares),
+                1e-12 * static_cast<double>(squares));
   }
 }
 
 TEST_F(QuantizeTest, RefusesWrongShapesAndTypes) {
   const QuantTensor quantised = take(arena_, parse_format("agoq"), {2, 64, 1});
-  EXPECT_THROW(backend_.quantize(context_, normal(ElementType::kFp32, 2, 65, 1), quantised, {}, {}), Error);
+  EXPECT_THROW(backend_.quantize(context_, normal(ElementType::kFp32, 2, 65, 1), quantised, {}, {}),
+               Error);
   EXPECT_THROW(backend_.dequantize(context_, quantised, normal(ElementType::kFp32, 3, 64, 1)), Error);
-  EXPECT_THROW(backend_.quantize(context_, arena_.take(ElementType::kInt32, Shape{2, 64}), quantised, {}, {}), Error);
+  EXPECT_THROW(
+      backend_.quantize(context_, arena_.take(ElementType::kInt32, Shape{2, 64}), quantised, {}, {}),
+      Error);
   EXPECT_THROW(backend_.accumulate(context_, normal(ElementType::kFp32, 2, 64, 1), quantised, {},
                                    arena_.take(ElementType::kInt64, Shape{2})),
                Error);

@@ -30,7 +30,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLargestFloat = std::numeric_limits<float>::max();
 
 bool operator==(const QuantCounts& a, const QuantCounts& b) {
-  return a.non_finite == b.non_finite && a.saturated == b.saturated && a.flushed_blocks == b.flushed_blocks;
+  return a.non_finite == b.non_finite && a.saturated == b.saturated &&
+         a.flushed_blocks == b.flushed_blocks;
 }
 
 struct RowCodec {
@@ -43,7 +44,8 @@ struct RowCodec {
 std::vector<RowCodec> builds() {
   std::vector<RowCodec> list = {{"baseline", cpu::baseline::decode_row, cpu::baseline::encode_row}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("bmi2")) {
     list.push_back({"x86-64-v3", cpu::x86_64_v3::decode_row, cpu::x86_64_v3::encode_row});
   }
 #endif
@@ -116,18 +118,30 @@ RoundTrip round_trip(const RowCodec& codec, const QuantFormat& format, const std
 template <typename Visit>
 auto visit_code(Code code, const Visit& visit) {
   switch (code) {
-    case Code::kNf4: return visit.template operator()<Code::kNf4>();
-    case Code::kE2m1: return visit.template operator()<Code::kE2m1>();
-    case Code::kBnbFp4: return visit.template operator()<Code::kBnbFp4>();
-    case Code::kInt4: return visit.template operator()<Code::kInt4>();
-    case Code::kInt4FullRange: return visit.template operator()<Code::kInt4FullRange>();
-    case Code::kInt5: return visit.template operator()<Code::kInt5>();
-    case Code::kInt6: return visit.template operator()<Code::kInt6>();
-    case Code::kInt8: return visit.template operator()<Code::kInt8>();
-    case Code::kE4m3: return visit.template operator()<Code::kE4m3>();
-    case Code::kE5m2: return visit.template operator()<Code::kE5m2>();
-    case Code::kDynamic8: return visit.template operator()<Code::kDynamic8>();
-    default: return visit.template operator()<Code::kDynamic8Unsigned>();
+    case Code::kNf4:
+      return visit.template operator()<Code::kNf4>();
+    case Code::kE2m1:
+      return visit.template operator()<Code::kE2m1>();
+    case Code::kBnbFp4:
+      return visit.template operator()<Code::kBnbFp4>();
+    case Code::kInt4:
+      return visit.template operator()<Code::kInt4>();
+    case Code::kInt4FullRange:
+      return visit.template operator()<Code::kInt4FullRange>();
+    case Code::kInt5:
+      return visit.template operator()<Code::kInt5>();
+    case Code::kInt6:
+      return visit.template operator()<Code::kInt6>();
+    case Code::kInt8:
+      return visit.template operator()<Code::kInt8>();
+    case Code::kE4m3:
+      return visit.template operator()<Code::kE4m3>();
+    case Code::kE5m2:
+      return visit.template operator()<Code::kE5m2>();
+    case Code::kDynamic8:
+      return visit.template operator()<Code::kDynamic8>();
+    default:
+      return visit.template operator()<Code::kDynamic8Unsigned>();
   }
 }
 
@@ -145,7 +159,8 @@ struct Stored {
 };
 Stored stored_element(const QuantTensor& tensor, std::int64_t row, std::int64_t column) {
   const auto ceil_divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const std::int64_t length = tensor.grid.segment_length(), segment = column / length, i = column % length;
+  const std::int64_t length = tensor.grid.segment_length(), segment = column / length,
+                     i = column % length;
   const std::int64_t segments = tensor.grid.segments, blocks = ceil_divide(length, tensor.format.block);
   const int bits = traits_of(tensor.format.code).bits;
   const auto* codes = reinterpret_cast<const std::uint8_t*>(tensor.codes);
@@ -157,16 +172,22 @@ Stored stored_element(const QuantTensor& tensor, std::int64_t row, std::int64_t 
     const std::uint8_t byte = codes[(row * segments + segment) * ceil_divide(length, 2) + i / 2];
     stored.code = i % 2 == 0 ? byte & 0xFu : byte >> 4;
     for (int plane = 0; plane < bits - 4; ++plane) {
-      const std::int64_t first = ((row * (bits - 4) + plane) * segments + segment) * ceil_divide(length, 8);
+      const std::int64_t first =
+          ((row * (bits - 4) + plane) * segments + segment) * ceil_divide(length, 8);
       stored.code |= ((planes[first + i / 8] >> (i % 8)) & 1u) << (4 + plane);
     }
   }
   const std::int64_t scale = (row * segments + segment) * blocks + i / tensor.format.block;
   switch (tensor.format.scale) {
-    case ScaleType::kFp32: stored.scale = reinterpret_cast<const float*>(tensor.scales)[scale]; break;
-    case ScaleType::kBf16: stored.scale = to_float(reinterpret_cast<const Bf16*>(tensor.scales)[scale]); break;
+    case ScaleType::kFp32:
+      stored.scale = reinterpret_cast<const float*>(tensor.scales)[scale];
+      break;
+    case ScaleType::kBf16:
+      stored.scale = to_float(reinterpret_cast<const Bf16*>(tensor.scales)[scale]);
+      break;
     default: {
-      const std::int64_t super = (row * segments + segment) * ceil_divide(length, kSuperBlock) + i / kSuperBlock;
+      const std::int64_t super =
+          (row * segments + segment) * ceil_divide(length, kSuperBlock) + i / kSuperBlock;
       stored.scale = decode<Code::kE4m3>(reinterpret_cast<const std::uint8_t*>(tensor.scales)[scale]) *
                      to_float(reinterpret_cast<const Bf16*>(tensor.super)[super]);
     }
@@ -195,7 +216,8 @@ void expect_rows_follow_layout(const QuantFormat& format, const BlockGrid& grid,
       if (i % length % format.block != 0) continue;
       const std::int64_t end = std::min(i + format.block, (i / length + 1) * length);
       float absmax = 0;
-      for (std::int64_t k = i; k < end; ++k) absmax = std::max(absmax, std::abs(x[static_cast<std::size_t>(k)]));
+      for (std::int64_t k = i; k < end; ++k)
+        absmax = std::max(absmax, std::abs(x[static_cast<std::size_t>(k)]));
       const float exact = absmax / traits_of(format.code).maximum;
       const float tolerance = format.scale == ScaleType::kFp32   ? 0.0f
                               : format.scale == ScaleType::kBf16 ? 0x1p-8f
@@ -219,8 +241,8 @@ TEST(RowCodec, EveryLengthOfEveryFormatFollowsTheLayout) {
 TEST(RowCodec, RowsSegmentsAndSuperBlocksFollowTheLayout) {
   for (const RowCodec& codec : builds()) {
     for (const QuantFormat& format : all_quantised_formats()) {
-      for (const BlockGrid& grid : {BlockGrid{3, 77, 7}, BlockGrid{2, 1025, 1}, BlockGrid{2, 3 * 1100, 3},
-                                    BlockGrid{1, 4096, 2}}) {
+      for (const BlockGrid& grid : {BlockGrid{3, 77, 7}, BlockGrid{2, 1025, 1},
+                                    BlockGrid{2, 3 * 1100, 3}, BlockGrid{1, 4096, 2}}) {
         expect_rows_follow_layout(format, grid, codec);
         if (HasFatalFailure()) return;
       }
@@ -235,7 +257,8 @@ TEST(RowCodec, SegmentsEqualSeparatelyQuantisedRows) {
         const std::vector<float> x = test_row(format, 4 * length, 11);
         const RoundTrip whole = round_trip(codec, format, x, 4);
         for (std::int64_t segment = 0; segment < 4; ++segment) {
-          const std::vector<float> part(x.begin() + segment * length, x.begin() + (segment + 1) * length);
+          const std::vector<float> part(x.begin() + segment * length,
+                                        x.begin() + (segment + 1) * length);
           const RoundTrip alone = round_trip(codec, format, part);
           ASSERT_TRUE(std::equal(alone.decoded.begin(), alone.decoded.end(),
                                  whole.decoded.begin() + segment * length))
@@ -247,8 +270,8 @@ TEST(RowCodec, SegmentsEqualSeparatelyQuantisedRows) {
 }
 
 /// Formats whose second round trip must give the same bytes: the largest element of a block decodes to
-/// maximum * scale, and that product is exact. Not so where FP32 scales meet a maximum that is no power of
-/// two (the scale may move by one unit in the last place), where a coarse scale puts the largest
+/// maximum * scale, and that product is exact. Not so where FP32 scales meet a maximum that is no power
+/// of two (the scale may move by one unit in the last place), where a coarse scale puts the largest
 /// element below the last level (codes above 4 bits under two-level scales, dynamic8-unsigned under BF16
 /// ones), or where the largest element is not a level (dynamic8's -1).
 bool is_idempotent(const QuantFormat& format) {
@@ -256,9 +279,12 @@ bool is_idempotent(const QuantFormat& format) {
   if (format.code == Code::kDynamic8Unsigned) return format.scale == ScaleType::kFp32;
   const bool fine = code_bits(format.code) > 4;
   switch (format.scale) {
-    case ScaleType::kBf16: return true;
-    case ScaleType::kTwoLevel: return !fine;
-    default: return std::exp2(std::round(std::log2(code_maximum(format.code)))) == code_maximum(format.code);
+    case ScaleType::kBf16:
+      return true;
+    case ScaleType::kTwoLevel:
+      return !fine;
+    default:
+      return std::exp2(std::round(std::log2(code_maximum(format.code)))) == code_maximum(format.code);
   }
 }
 
@@ -290,7 +316,8 @@ TEST(RowCodec, ZeroBlocksAndZeroedMemoryDecodeToPositiveZero) {
       for (const float zero : {0.0f, -0.0f}) {
         const RoundTrip result = round_trip(codec, format, std::vector<float>(1100, zero));
         EXPECT_TRUE(result.counts == QuantCounts{});
-        for (const float x : result.decoded) ASSERT_EQ(std::bit_cast<std::uint32_t>(x), 0u) << format.to_string();
+        for (const float x : result.decoded)
+          ASSERT_EQ(std::bit_cast<std::uint32_t>(x), 0u) << format.to_string();
       }
       const OwnedTensor tensor(format, {1, 1100, 1});
       std::memset(tensor->codes, 0, storage_bytes(format, tensor->grid));
@@ -321,8 +348,11 @@ TEST(RowCodec, RowsOfEqualElementsKeepTheirValue) {
       for (const float value : {1.0f, 0.3f, -0.3f, 1e-30f, -7e20f}) {
         if (value < 0 && !traits_of(format.code).is_signed) continue;
         const RoundTrip result = round_trip(codec, format, std::vector<float>(130, value));
-        // FP32 scales: rounding only; BF16: half a unit of 8 bits; two-level: the super scale rounded up.
-        double tolerance = format.scale == ScaleType::kFp32 ? 0x1p-22 : format.scale == ScaleType::kBf16 ? 0x1p-8 : 0x1p-7;
+        // FP32 scales: rounding only; BF16: half a unit of 8 bits; two-level: the super scale rounded
+        // up.
+        double tolerance = format.scale == ScaleType::kFp32   ? 0x1p-22
+                           : format.scale == ScaleType::kBf16 ? 0x1p-8
+                                                              : 0x1p-7;
         if (format.code == Code::kDynamic8) tolerance = .0075;  // -1 is not a level, -.993 is the last
         for (const float x : result.decoded) {
           ASSERT_NEAR(x, value, std::abs(value) * tolerance) << format.to_string() << " of " << value;
@@ -403,8 +433,10 @@ TEST(RowCodec, NonFiniteElementsAreCountedAndDoNotSpoilTheirBlock) {
           ASSERT_EQ(result.decoded[i], 0.0f) << format.to_string();
         } else if (i == 4 || i == 7) {
           // The last level of its sign; the absmax of a block may come out one level lower.
-          ASSERT_GE(result.decoded[i] / clean.decoded[i], 1.0f) << format.to_string() << " element " << i;
-          ASSERT_LE(result.decoded[i] / clean.decoded[i], 1.07f) << format.to_string() << " element " << i;
+          ASSERT_GE(result.decoded[i] / clean.decoded[i], 1.0f)
+              << format.to_string() << " element " << i;
+          ASSERT_LE(result.decoded[i] / clean.decoded[i], 1.07f)
+              << format.to_string() << " element " << i;
         } else {
           ASSERT_EQ(result.decoded[i], clean.decoded[i]) << format.to_string() << " element " << i;
         }
@@ -443,7 +475,8 @@ TEST(RowCodec, SaturationIsCounted) {
 
 TEST(RowCodec, FullRangeInt4GivesItsSixteenthLevelToTheLargestElement) {
   for (const RowCodec& codec : builds()) {
-    for (const char* text : {"int4-full-range/16/fp32", "int4-full-range/16/bf16", "int4-full-range/16/two-level"}) {
+    for (const char* text :
+         {"int4-full-range/16/fp32", "int4-full-range/16/bf16", "int4-full-range/16/two-level"}) {
       for (const float sign : {1.0f, -1.0f}) {
         std::vector<float> x(16, 0.0f);
         x[3] = sign * 8;
@@ -527,15 +560,17 @@ TEST(RowCodec, StochasticRoundingIsReproducibleUnbiasedAndKeyed) {
       for (std::size_t i = 0; i < x.size(); ++i) {
         const auto block = x.begin() + static_cast<std::ptrdiff_t>(i / 32 * 32);
         float absmax = 0;
-        for (auto at = block; at != x.end() && at != block + 32; ++at) absmax = std::max(absmax, std::abs(*at));
+        for (auto at = block; at != x.end() && at != block + 32; ++at)
+          absmax = std::max(absmax, std::abs(*at));
         // dynamic8 has no -1, int4-full-range no 8 of the other sign: what lies beyond is clamped.
         if (format.code == Code::kDynamic8 && std::abs(x[i]) > .99f * absmax) continue;
         if (format.code == Code::kInt4FullRange && std::abs(x[i]) > .87f * absmax) continue;
-        // The draw is nearest with probability 1 - d / gap: the variance is d (gap - d). Five deviations,
-        // and ten draws for where the distribution is too skew for that.
+        // The draw is nearest with probability 1 - d / gap: the variance is d (gap - d). Five
+        // deviations, and ten draws for where the distribution is too skew for that.
         const double gap = largest_gap(format.code) * absmax;
         const double distance = std::abs(nearest.decoded[i] - x[i]);
-        EXPECT_NEAR(mean[i], x[i], 5 * std::sqrt(distance * gap / kSteps) + 10 * gap / kSteps + 2e-6 * std::abs(x[i]))
+        EXPECT_NEAR(mean[i], x[i],
+                    5 * std::sqrt(distance * gap / kSteps) + 10 * gap / kSteps + 2e-6 * std::abs(x[i]))
             << format.to_string() << " element " << i;
       }
     }

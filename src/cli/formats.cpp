@@ -77,7 +77,8 @@ std::vector<FormatRow> measure_rows() {
 
 std::string error_text(const FormatError& error) {
   if (error.relative_l2 == 0) return "0";
-  return error.relative_l2 < .001 ? fmt::format("{:.1e}", error.relative_l2) : fmt::format("{:.4f}", error.relative_l2);
+  return error.relative_l2 < .001 ? fmt::format("{:.1e}", error.relative_l2)
+                                  : fmt::format("{:.4f}", error.relative_l2);
 }
 
 std::string sqnr_text(const FormatError& error) {
@@ -94,20 +95,23 @@ void print_table(const std::vector<FormatRow>& rows) {
                {"SQNR dB", Align::kRight},
                {"note"}});
   for (const FormatRow& row : rows) {
-    table.add_row({row.format.to_string(), row.name, fmt::format("{:.3f}", row.format.bits_per_element()),
-                   error_text(row.normal), sqnr_text(row.normal), error_text(row.student_t4),
-                   sqnr_text(row.student_t4), row.note});
+    table.add_row({row.format.to_string(), row.name,
+                   fmt::format("{:.3f}", row.format.bits_per_element()), error_text(row.normal),
+                   sqnr_text(row.normal), error_text(row.student_t4), sqnr_text(row.student_t4),
+                   row.note});
   }
-  fmt::print("{}\nBits per element include scales. Error is relative L2 over {} samples, measured now; codes\n"
-             "without negative values see magnitudes. Any code goes with blocks of 16, 32, 64, 128 or 256 and\n"
-             "scales fp32, bf16 or two-level: code/block/scale, and /stochastic for stochastic rounding.\n",
-             table.to_string(), kSamples);
+  fmt::print(
+      "{}\nBits per element include scales. Error is relative L2 over {} samples, measured now; codes\n"
+      "without negative values see magnitudes. Any code goes with blocks of 16, 32, 64, 128 or 256 and\n"
+      "scales fp32, bf16 or two-level: code/block/scale, and /stochastic for stochastic rounding.\n",
+      table.to_string(), kSamples);
 }
 
 nlohmann::ordered_json error_json(const FormatError& error) {
   nlohmann::ordered_json json;
   json["relative_l2"] = error.relative_l2;
-  json["sqnr_db"] = std::isinf(error.sqnr_db) ? nlohmann::ordered_json() : nlohmann::ordered_json(error.sqnr_db);
+  json["sqnr_db"] =
+      std::isinf(error.sqnr_db) ? nlohmann::ordered_json() : nlohmann::ordered_json(error.sqnr_db);
   return json;
 }
 

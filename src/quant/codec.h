@@ -37,16 +37,26 @@ namespace agoq {
 /// The largest magnitude of a code's levels; 1 for codes that store elements as they are.
 constexpr float code_maximum(Code code) {
   switch (code) {
-    case Code::kE2m1: return 6;
-    case Code::kBnbFp4: return 12;
-    case Code::kInt4: return 7;
-    case Code::kInt4FullRange: return 8;
-    case Code::kInt5: return 15;
-    case Code::kInt6: return 31;
-    case Code::kInt8: return 127;
-    case Code::kE4m3: return 448;
-    case Code::kE5m2: return 57344;
-    default: return 1;
+    case Code::kE2m1:
+      return 6;
+    case Code::kBnbFp4:
+      return 12;
+    case Code::kInt4:
+      return 7;
+    case Code::kInt4FullRange:
+      return 8;
+    case Code::kInt5:
+      return 15;
+    case Code::kInt6:
+      return 31;
+    case Code::kInt8:
+      return 127;
+    case Code::kE4m3:
+      return 448;
+    case Code::kE5m2:
+      return 57344;
+    default:
+      return 1;
   }
 }
 
@@ -60,10 +70,14 @@ constexpr int code_bits(Code code) {
     case Code::kE2m1:
     case Code::kBnbFp4:
     case Code::kInt4:
-    case Code::kInt4FullRange: return 4;
-    case Code::kInt5: return 5;
-    case Code::kInt6: return 6;
-    default: return 8;
+    case Code::kInt4FullRange:
+      return 4;
+    case Code::kInt5:
+      return 5;
+    case Code::kInt6:
+      return 6;
+    default:
+      return 8;
   }
 }
 
@@ -88,7 +102,7 @@ namespace codec_detail {
 
 // --- nf4: levels as shares of the scale (Dettmers et al., QLoRA, 2023, appendix E) ---
 inline constexpr float kNf4Levels[16] = {
-    -1.0f,       -.69619280f, -.52507305f, -.39491749f, -.28444138f, -.18477343f, -.09105004f, 0.0f,
+    -1.0f,      -.69619280f, -.52507305f, -.39491749f, -.28444138f, -.18477343f, -.09105004f, 0.0f,
     .07958030f, .16093020f,  .24611230f,  .33791524f,  .44070983f,  .56261700f,  .72295684f,  1.0f};
 
 template <int index>
@@ -104,7 +118,8 @@ AGOQ_HD std::uint32_t encode_nf4(float y, std::integer_sequence<int, index...>) 
 // Decade i = 0..6 holds values 10^(i - 6) * (.1 + .9 (k + .5) / values), k = 0..values - 1, with
 // values = 2^i per sign, or 2^(i+1) without a sign; below them 0, above them 1. Numbering magnitudes
 // so that decade i starts at p = values makes p linear in the magnitude inside a decade:
-//   p = values + k,  k = floor((a 10^(6-i) - .1) / .9 * values)   =>   p = floor(a slope_i + values * 8/9).
+//   p = values + k,  k = floor((a 10^(6-i) - .1) / .9 * values)   =>   p = floor(a slope_i + values *
+//   8/9).
 // Zero is p = 0 (signed) or p = 1 (unsigned), and 1.0 is p = 128 or 256.
 constexpr double power_of_ten(int exponent) {
   double power = 1;
@@ -177,7 +192,8 @@ AGOQ_HD std::uint32_t encode_fp8_magnitude(float a) {
   constexpr float kUnit = kSmallestNormal * static_cast<float>(1 << kShift);
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(a);
   const std::uint32_t rounded = bits + ((1u << (kShift - 1)) - 1) + ((bits >> kShift) & 1u);
-  const std::uint32_t normal = (rounded >> kShift) - static_cast<std::uint32_t>((127 - bias) << fraction_bits);
+  const std::uint32_t normal =
+      (rounded >> kShift) - static_cast<std::uint32_t>((127 - bias) << fraction_bits);
   const std::uint32_t subnormal =
       std::bit_cast<std::uint32_t>(a + kUnit) - std::bit_cast<std::uint32_t>(kUnit);
   return a < kSmallestNormal ? subnormal : normal;
@@ -296,7 +312,8 @@ AGOQ_HD std::uint32_t choose_stochastically(float y, std::uint32_t nearest, floa
   }
   // Where `clamped` is a level, the neighbour may not exist; it is not chosen then.
   const std::uint32_t other = (nearest + (upward > 0.0f ? 1u : ~0u)) & ((1u << code_bits(code)) - 1);
-  const float gap = std::bit_cast<float>(std::bit_cast<std::uint32_t>(decode<code>(other) - level) & kMagnitude);
+  const float gap =
+      std::bit_cast<float>(std::bit_cast<std::uint32_t>(decode<code>(other) - level) & kMagnitude);
   const float away = std::bit_cast<float>(std::bit_cast<std::uint32_t>(distance) & kMagnitude);
   return away > uniform * gap ? other : nearest;
 }
@@ -337,9 +354,9 @@ AGOQ_HD Bf16 stored_super_scale(float largest_scale) {
   return {static_cast<std::uint16_t>(value < kSmallestScale ? 0u : bits)};
 }
 
-/// The E4M3 code of a block scale under `super`: nearest. Rounding up, so that nothing is clamped, is worse:
-/// nf4/32 loses .0919 instead of .0880 (relative L2) on N(0,1), .1020 instead of .0965 on Student-t4
-/// (2^20 samples each, both variants of this function side by side in NumPy).
+/// The E4M3 code of a block scale under `super`: nearest. Rounding up, so that nothing is clamped, is
+/// worse: nf4/32 loses .0919 instead of .0880 (relative L2) on N(0,1), .1020 instead of .0965 on
+/// Student-t4 (2^20 samples each, both variants of this function side by side in NumPy).
 AGOQ_HD std::uint8_t stored_block_scale(float scale, Bf16 super, float maximum) {
   const float super_scale = to_float(super);
   if (super_scale == 0.0f) return 0;

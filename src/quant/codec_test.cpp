@@ -25,7 +25,8 @@ std::vector<Level> fp8_levels(int exponent_bits, int fraction_bits, int bias, do
   std::vector<Level> levels;
   for (std::uint32_t code = 0; code < 256; ++code) {
     const std::uint32_t exponent = (code >> fraction_bits) & ((1u << exponent_bits) - 1);
-    const double fraction = static_cast<double>(code & ((1u << fraction_bits) - 1)) / (1 << fraction_bits);
+    const double fraction =
+        static_cast<double>(code & ((1u << fraction_bits) - 1)) / (1 << fraction_bits);
     const double magnitude = exponent == 0 ? std::ldexp(fraction, 1 - bias)
                                            : std::ldexp(1 + fraction, static_cast<int>(exponent) - bias);
     if (magnitude <= largest) levels.push_back({code & 0x80 ? -magnitude : magnitude, code});
@@ -70,35 +71,51 @@ std::vector<Level> levels_of(Code code) {
   switch (code) {
     case Code::kNf4: {
       const std::vector<double> values = {
-          -1,         -.69619280, -.52507305, -.39491749, -.28444138, -.18477343, -.09105004, 0,
+          -1,        -.69619280, -.52507305, -.39491749, -.28444138, -.18477343, -.09105004, 0,
           .07958030, .16093020,  .24611230,  .33791524,  .44070983,  .56261700,  .72295684,  1};
       std::vector<Level> levels;
       for (std::uint32_t i = 0; i < 16; ++i) levels.push_back({static_cast<float>(values[i]), i});
       return levels;
     }
-    case Code::kE2m1: return sign_magnitude_levels({0, .5, 1, 1.5, 2, 3, 4, 6});
-    case Code::kBnbFp4: return sign_magnitude_levels({0, .0625, 2, 3, 4, 6, 8, 12});
-    case Code::kInt4: return integer_levels(-7, 7, 4);
-    case Code::kInt4FullRange: return integer_levels(-8, 7, 4);
-    case Code::kInt5: return integer_levels(-15, 15, 5);
-    case Code::kInt6: return integer_levels(-31, 31, 6);
-    case Code::kInt8: return integer_levels(-127, 127, 8);
-    case Code::kE4m3: return fp8_levels(4, 3, 7, 448);
-    case Code::kE5m2: return fp8_levels(5, 2, 15, 57344);
-    case Code::kDynamic8: return dynamic_levels(true);
-    case Code::kDynamic8Unsigned: return dynamic_levels(false);
-    default: return {};
+    case Code::kE2m1:
+      return sign_magnitude_levels({0, .5, 1, 1.5, 2, 3, 4, 6});
+    case Code::kBnbFp4:
+      return sign_magnitude_levels({0, .0625, 2, 3, 4, 6, 8, 12});
+    case Code::kInt4:
+      return integer_levels(-7, 7, 4);
+    case Code::kInt4FullRange:
+      return integer_levels(-8, 7, 4);
+    case Code::kInt5:
+      return integer_levels(-15, 15, 5);
+    case Code::kInt6:
+      return integer_levels(-31, 31, 6);
+    case Code::kInt8:
+      return integer_levels(-127, 127, 8);
+    case Code::kE4m3:
+      return fp8_levels(4, 3, 7, 448);
+    case Code::kE5m2:
+      return fp8_levels(5, 2, 15, 57344);
+    case Code::kDynamic8:
+      return dynamic_levels(true);
+    case Code::kDynamic8Unsigned:
+      return dynamic_levels(false);
+    default:
+      return {};
   }
 }
 
 /// Whether a y on the midpoint of two levels becomes the upper one: the rule stated in codec.h.
 bool tie_goes_up(Code code, const Level& lower, const Level& upper) {
   switch (code) {
-    case Code::kNf4: return false;
-    case Code::kBnbFp4: return std::abs(upper.value) < std::abs(lower.value);
+    case Code::kNf4:
+      return false;
+    case Code::kBnbFp4:
+      return std::abs(upper.value) < std::abs(lower.value);
     case Code::kDynamic8:
-    case Code::kDynamic8Unsigned: return std::abs(upper.value) > std::abs(lower.value);
-    default: return upper.code % 2 == 0;
+    case Code::kDynamic8Unsigned:
+      return std::abs(upper.value) > std::abs(lower.value);
+    default:
+      return upper.code % 2 == 0;
   }
 }
 
@@ -118,10 +135,10 @@ struct CodeNames {
 };
 
 using Codes =
-    ::testing::Types<CodeTag<Code::kNf4>, CodeTag<Code::kE2m1>, CodeTag<Code::kBnbFp4>, CodeTag<Code::kInt4>,
-                     CodeTag<Code::kInt4FullRange>, CodeTag<Code::kInt5>, CodeTag<Code::kInt6>,
-                     CodeTag<Code::kInt8>, CodeTag<Code::kE4m3>, CodeTag<Code::kE5m2>,
-                     CodeTag<Code::kDynamic8>, CodeTag<Code::kDynamic8Unsigned>>;
+    ::testing::Types<CodeTag<Code::kNf4>, CodeTag<Code::kE2m1>, CodeTag<Code::kBnbFp4>,
+                     CodeTag<Code::kInt4>, CodeTag<Code::kInt4FullRange>, CodeTag<Code::kInt5>,
+                     CodeTag<Code::kInt6>, CodeTag<Code::kInt8>, CodeTag<Code::kE4m3>,
+                     CodeTag<Code::kE5m2>, CodeTag<Code::kDynamic8>, CodeTag<Code::kDynamic8Unsigned>>;
 TYPED_TEST_SUITE(EveryCode, Codes, CodeNames);
 
 TYPED_TEST(EveryCode, DecodesEachCodeToItsLevelAndBack) {
@@ -143,13 +160,20 @@ TYPED_TEST(EveryCode, EncodesToTheNearestLevelWithTheStatedTies) {
   constexpr Code kCode = TypeParam::kCode;
   constexpr bool kDynamic = kCode == Code::kDynamic8 || kCode == Code::kDynamic8Unsigned;
   std::vector<Level> levels = levels_of(kCode);
-  std::sort(levels.begin(), levels.end(), [](const Level& a, const Level& b) { return a.value < b.value; });
+  std::sort(levels.begin(), levels.end(),
+            [](const Level& a, const Level& b) { return a.value < b.value; });
   levels.erase(std::unique(levels.begin(), levels.end(),
                            [](const Level& a, const Level& b) { return a.value == b.value; }),
                levels.end());  // +0 and -0 are one level
 
   std::vector<float> midpoints;
-  std::vector<float> inputs = {0.0f, -0.0f, 1e-40f, -1e-40f, 0x1p-149f, 3e38f, -3e38f,
+  std::vector<float> inputs = {0.0f,
+                               -0.0f,
+                               1e-40f,
+                               -1e-40f,
+                               0x1p-149f,
+                               3e38f,
+                               -3e38f,
                                std::numeric_limits<float>::infinity(),
                                -std::numeric_limits<float>::infinity()};
   const auto add_around = [&](float y) {
@@ -174,7 +198,8 @@ TYPED_TEST(EveryCode, EncodesToTheNearestLevelWithTheStatedTies) {
     std::size_t expected = 0;
     bool on_unstored_midpoint = false;
     for (std::size_t i = 0; i < midpoints.size(); ++i) {
-      if (y > midpoints[i] || (y == midpoints[i] && tie_goes_up(kCode, levels[i], levels[i + 1]))) ++expected;
+      if (y > midpoints[i] || (y == midpoints[i] && tie_goes_up(kCode, levels[i], levels[i + 1])))
+        ++expected;
       const double gap = levels[i + 1].value - levels[i].value;
       if (kDynamic && std::abs(y - midpoints[i]) <= 2e-5 * gap) on_unstored_midpoint = true;
     }
@@ -190,7 +215,8 @@ TYPED_TEST(EveryCode, EncodesToTheNearestLevelWithTheStatedTies) {
 TYPED_TEST(EveryCode, RoundsStochasticallyWithoutBias) {
   constexpr Code kCode = TypeParam::kCode;
   std::vector<Level> levels = levels_of(kCode);
-  std::sort(levels.begin(), levels.end(), [](const Level& a, const Level& b) { return a.value < b.value; });
+  std::sort(levels.begin(), levels.end(),
+            [](const Level& a, const Level& b) { return a.value < b.value; });
   constexpr int kUniforms = 4096;
   for (std::uint64_t trial = 0; trial < 300; ++trial) {
     // A point between two neighbouring levels, at a random place of the gap; sometimes a level itself.
@@ -200,7 +226,8 @@ TYPED_TEST(EveryCode, RoundsStochasticallyWithoutBias) {
     const float y = static_cast<float>(lower + place * (upper - lower));
     double mean = 0;
     for (int k = 0; k < kUniforms; ++k) {
-      const float level = decode<kCode>(encode_stochastic<kCode>(y, (static_cast<float>(k) + .5f) / kUniforms));
+      const float level =
+          decode<kCode>(encode_stochastic<kCode>(y, (static_cast<float>(k) + .5f) / kUniforms));
       ASSERT_TRUE(level == static_cast<float>(lower) || level == static_cast<float>(upper))
           << "y = " << y << " became " << level;
       mean += level;
@@ -244,8 +271,12 @@ void expect_nearest_over_all_floats() {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(E4m3, EncodesFloatsOfEveryExponentToTheNearestEven) { expect_nearest_over_all_floats<Code::kE4m3>(); }
-TEST(E5m2, EncodesFloatsOfEveryExponentToTheNearestEven) { expect_nearest_over_all_floats<Code::kE5m2>(); }
+TEST(E4m3, EncodesFloatsOfEveryExponentToTheNearestEven) {
+  expect_nearest_over_all_floats<Code::kE4m3>();
+}
+TEST(E5m2, EncodesFloatsOfEveryExponentToTheNearestEven) {
+  expect_nearest_over_all_floats<Code::kE5m2>();
+}
 
 TEST(Dynamic8, LevelsEqualBitsandbytesMaps) {
   std::ifstream file(AGOQ_TEST_DATA "/dynamic_map.txt");
@@ -264,7 +295,8 @@ TEST(Dynamic8, LevelsEqualBitsandbytesMaps) {
     const float ours = is_signed ? decode<Code::kDynamic8>(code) : decode<Code::kDynamic8Unsigned>(code);
     // Ours is the correctly rounded formula; theirs is it evaluated in FP32, up to two units in the last
     // place away (a level step is at least 10^4 units).
-    EXPECT_LE(std::abs(std::bit_cast<std::int32_t>(ours) - std::bit_cast<std::int32_t>(theirs)), 2) << line;
+    EXPECT_LE(std::abs(std::bit_cast<std::int32_t>(ours) - std::bit_cast<std::int32_t>(theirs)), 2)
+        << line;
     ++compared;
   }
   EXPECT_EQ(compared, 512);

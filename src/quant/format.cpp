@@ -26,10 +26,14 @@ CodeTraits block_traits(Code code, std::string_view name, std::string_view note)
 
 double scale_bits(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone: return 0;
-    case ScaleType::kFp32: return 32;
-    case ScaleType::kBf16: return 16;
-    case ScaleType::kTwoLevel: return 8;
+    case ScaleType::kNone:
+      return 0;
+    case ScaleType::kFp32:
+      return 32;
+    case ScaleType::kBf16:
+      return 16;
+    case ScaleType::kTwoLevel:
+      return 8;
   }
   return 0;
 }
@@ -119,7 +123,8 @@ const std::vector<CodeTraits>& code_table() {
       block_traits(Code::kE4m3, "e4m3", "OCP FP8, largest value 448"),
       block_traits(Code::kE5m2, "e5m2", "OCP FP8, largest value 57,344"),
       block_traits(Code::kDynamic8, "dynamic8", "8-bit dynamic map"),
-      block_traits(Code::kDynamic8Unsigned, "dynamic8-unsigned", "8-bit dynamic map of non-negative values"),
+      block_traits(Code::kDynamic8Unsigned, "dynamic8-unsigned",
+                   "8-bit dynamic map of non-negative values"),
   };
   return table;
 }
@@ -128,10 +133,14 @@ const CodeTraits& traits_of(Code code) { return code_table()[static_cast<std::si
 
 std::string_view name_of(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone: return "none";
-    case ScaleType::kFp32: return "fp32";
-    case ScaleType::kBf16: return "bf16";
-    case ScaleType::kTwoLevel: return "two-level";
+    case ScaleType::kNone:
+      return "none";
+    case ScaleType::kFp32:
+      return "fp32";
+    case ScaleType::kBf16:
+      return "bf16";
+    case ScaleType::kTwoLevel:
+      return "two-level";
   }
   return "?";
 }
@@ -152,20 +161,33 @@ std::string QuantFormat::to_string() const {
 QuantFormat exact_format(ElementType type) {
   QuantFormat format;
   switch (type) {
-    case ElementType::kFp64: format.code = Code::kFp64; return format;
-    case ElementType::kFp32: format.code = Code::kFp32; return format;
-    case ElementType::kBf16: format.code = Code::kBf16; return format;
-    case ElementType::kFp16: format.code = Code::kFp16; return format;
-    default: fail("a format of floating-point elements was expected; {} has none", name_of(type));
+    case ElementType::kFp64:
+      format.code = Code::kFp64;
+      return format;
+    case ElementType::kFp32:
+      format.code = Code::kFp32;
+      return format;
+    case ElementType::kBf16:
+      format.code = Code::kBf16;
+      return format;
+    case ElementType::kFp16:
+      format.code = Code::kFp16;
+      return format;
+    default:
+      fail("a format of floating-point elements was expected; {} has none", name_of(type));
   }
 }
 
 ElementType element_type_of(const QuantFormat& format) {
   switch (format.code) {
-    case Code::kFp64: return ElementType::kFp64;
-    case Code::kFp32: return ElementType::kFp32;
-    case Code::kBf16: return ElementType::kBf16;
-    case Code::kFp16: return ElementType::kFp16;
+    case Code::kFp64:
+      return ElementType::kFp64;
+    case Code::kFp32:
+      return ElementType::kFp32;
+    case Code::kBf16:
+      return ElementType::kBf16;
+    case Code::kFp16:
+      return ElementType::kFp16;
     default:
       fail("an exact format was expected; {} is quantised: dequantise it first", format.to_string());
   }
@@ -177,17 +199,24 @@ QuantFormat parse_format(std::string_view text) {
   }
   QuantFormat format;
   if (read_format(split(text, '/'), format)) return format;
-  fail_input("a format `code/block/scale[/stochastic]`, an exact type or a name was expected; '{}' came: "
-             "did you mean '{}'? (`agoq formats` lists them)",
-             text, nearest_text(text));
+  fail_input(
+      "a format `code/block/scale[/stochastic]`, an exact type or a name was expected; '{}' came: "
+      "did you mean '{}'? (`agoq formats` lists them)",
+      text, nearest_text(text));
 }
 
 const std::vector<NamedFormat>& named_formats() {
   static const std::vector<NamedFormat> names = {
       {"agoq", {Code::kNf4, 32, ScaleType::kTwoLevel, Rounding::kNearest}, "default for activations"},
-      {"paper-fp4", {Code::kBnbFp4, 128, ScaleType::kFp32, Rounding::kNearest}, "the paper's FP4, block 128"},
-      {"authors-nf4", {Code::kNf4, 64, ScaleType::kFp32, Rounding::kNearest}, "activations of the authors' release"},
-      {"authors-gradient", {Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest}, "gradients of the authors' release"},
+      {"paper-fp4",
+       {Code::kBnbFp4, 128, ScaleType::kFp32, Rounding::kNearest},
+       "the paper's FP4, block 128"},
+      {"authors-nf4",
+       {Code::kNf4, 64, ScaleType::kFp32, Rounding::kNearest},
+       "activations of the authors' release"},
+      {"authors-gradient",
+       {Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest},
+       "gradients of the authors' release"},
   };
   return names;
 }

@@ -62,15 +62,16 @@ TEST(Format, ErrorsSuggestTheNearestText) {
 
 TEST(Format, RefusesWhatIsNotAFormat) {
   for (const std::string_view text :
-       {"", "/", "nf4", "nf4/32", "nf4/32/none", "nf4/0/fp32", "nf4/-32/fp32", "nf4/32x/fp32", "nf4/+32/fp32",
-        "nf4/ 32/fp32", "nf4/99999999999/fp32", "bf16/32/fp32", "bf16/", "NF4/32/fp32", "nf4/32/fp32/nearest",
-        "nf4/32/fp32/stochastic/stochastic"}) {
+       {"", "/", "nf4", "nf4/32", "nf4/32/none", "nf4/0/fp32", "nf4/-32/fp32", "nf4/32x/fp32",
+        "nf4/+32/fp32", "nf4/ 32/fp32", "nf4/99999999999/fp32", "bf16/32/fp32", "bf16/", "NF4/32/fp32",
+        "nf4/32/fp32/nearest", "nf4/32/fp32/stochastic/stochastic"}) {
     EXPECT_NE(error_of(text), "") << text;
   }
 }
 
 TEST(Format, BitsPerElementIncludeScales) {
-  EXPECT_DOUBLE_EQ(parse_format("nf4/32/two-level").bits_per_element(), 4 + 8.0 / 32 + 16.0 / 1024);  // 4.27
+  EXPECT_DOUBLE_EQ(parse_format("nf4/32/two-level").bits_per_element(),
+                   4 + 8.0 / 32 + 16.0 / 1024);  // 4.27
   EXPECT_DOUBLE_EQ(parse_format("e2m1/32/bf16").bits_per_element(), 4.5);
   EXPECT_DOUBLE_EQ(parse_format("nf4/64/bf16").bits_per_element(), 4.25);
   EXPECT_DOUBLE_EQ(parse_format("nf4/128/bf16").bits_per_element(), 4.125);

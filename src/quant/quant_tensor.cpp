@@ -9,10 +9,14 @@ constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a +
 
 std::int64_t bytes_per_scale(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone: return 0;
-    case ScaleType::kFp32: return 4;
-    case ScaleType::kBf16: return 2;
-    case ScaleType::kTwoLevel: return 1;
+    case ScaleType::kNone:
+      return 0;
+    case ScaleType::kFp32:
+      return 4;
+    case ScaleType::kBf16:
+      return 2;
+    case ScaleType::kTwoLevel:
+      return 1;
   }
   return 0;
 }
@@ -25,8 +29,8 @@ std::size_t aligned(std::int64_t bytes) {
 
 RowBytes row_bytes(const QuantFormat& format, const BlockGrid& grid) {
   check(grid.segments > 0 && grid.row_length % grid.segments == 0,
-        "a row of {} elements cannot be divided into {} equal segments: choose a divisor", grid.row_length,
-        grid.segments);
+        "a row of {} elements cannot be divided into {} equal segments: choose a divisor",
+        grid.row_length, grid.segments);
   RowBytes bytes;
   const CodeTraits& traits = traits_of(format.code);
   if (traits.exact) {
@@ -55,8 +59,8 @@ std::int64_t payload_bytes(const QuantFormat& format, const BlockGrid& grid) {
 
 std::size_t storage_bytes(const QuantFormat& format, const BlockGrid& grid) {
   const RowBytes row = row_bytes(format, grid);
-  return aligned(grid.rows * row.codes) + aligned(grid.rows * row.bits) + aligned(grid.rows * row.scales) +
-         aligned(grid.rows * row.super);
+  return aligned(grid.rows * row.codes) + aligned(grid.rows * row.bits) +
+         aligned(grid.rows * row.scales) + aligned(grid.rows * row.super);
 }
 
 QuantTensor place(const QuantFormat& format, const BlockGrid& grid, std::byte* memory) {
@@ -76,8 +80,8 @@ QuantTensor take(Arena& arena, const QuantFormat& format, const BlockGrid& grid)
 }
 
 QuantTensor QuantTensor::slice_rows(std::int64_t begin, std::int64_t end) const {
-  check(0 <= begin && begin <= end && end <= grid.rows, "rows [{}, {}) of a quantised tensor with {} rows",
-        begin, end, grid.rows);
+  check(0 <= begin && begin <= end && end <= grid.rows,
+        "rows [{}, {}) of a quantised tensor with {} rows", begin, end, grid.rows);
   const RowBytes row = row_bytes(format, grid);
   QuantTensor slice = *this;
   slice.grid.rows = end - begin;

@@ -1,7 +1,8 @@
 // Tensors to and from a QuantFormat, row by row (backend/cpu/row_codec.h).
 //
 //   quantize     destination = Q(source)
-//   accumulate   main = Q(Q^-1(main) + addend), block scales fresh: the sum is made in FP32, in FP64 where
+//   accumulate   main = Q(Q^-1(main) + addend), block scales fresh: the sum is made in FP32, in FP64
+//   where
 //                main is stored in FP64
 //
 // Rows are independent: threads share them out, and counts are integers, so that nothing depends on how.
@@ -24,8 +25,8 @@ void check_shapes(std::string_view operation, const Tensor& tensor, const QuantT
 
 void check_counters(std::string_view operation, const Tensor& counters) {
   check(!counters || (counters.type == ElementType::kInt64 && counters.count() == kQuantCounters),
-        "{}: counters are int64 [{}]; {} {} was given", operation, kQuantCounters, name_of(counters.type),
-        counters.shape.to_string());
+        "{}: counters are int64 [{}]; {} {} was given", operation, kQuantCounters,
+        name_of(counters.type), counters.shape.to_string());
 }
 
 [[noreturn]] void refuse(std::string_view operation, ElementType type) {
@@ -108,10 +109,14 @@ template <typename Compute>
 QuantCounts accumulate_as(const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                           Compute* scratch) {
   switch (addend.type) {
-    case ElementType::kFp32: return accumulate_rows<Compute, float>(addend, main, key, scratch);
-    case ElementType::kBf16: return accumulate_rows<Compute, Bf16>(addend, main, key, scratch);
-    case ElementType::kFp64: return accumulate_rows<Compute, double>(addend, main, key, scratch);
-    default: refuse("accumulate", addend.type);
+    case ElementType::kFp32:
+      return accumulate_rows<Compute, float>(addend, main, key, scratch);
+    case ElementType::kBf16:
+      return accumulate_rows<Compute, Bf16>(addend, main, key, scratch);
+    case ElementType::kFp64:
+      return accumulate_rows<Compute, double>(addend, main, key, scratch);
+    default:
+      refuse("accumulate", addend.type);
   }
 }
 
@@ -128,26 +133,35 @@ void CpuBackend::quantize(const Context& context, const Tensor& source, const Qu
   check_counters("quantize", counters);
   if (context.workspace.is_measuring()) return;
   switch (source.type) {
-    case ElementType::kFp32: return add_counts(encode_rows<float>(source, destination, key), counters);
-    case ElementType::kBf16: return add_counts(encode_rows<Bf16>(source, destination, key), counters);
-    case ElementType::kFp64: return add_counts(encode_rows<double>(source, destination, key), counters);
-    default: refuse("quantize", source.type);
+    case ElementType::kFp32:
+      return add_counts(encode_rows<float>(source, destination, key), counters);
+    case ElementType::kBf16:
+      return add_counts(encode_rows<Bf16>(source, destination, key), counters);
+    case ElementType::kFp64:
+      return add_counts(encode_rows<double>(source, destination, key), counters);
+    default:
+      refuse("quantize", source.type);
   }
 }
 
-void CpuBackend::dequantize(const Context& context, const QuantTensor& source, const Tensor& destination) {
+void CpuBackend::dequantize(const Context& context, const QuantTensor& source,
+                            const Tensor& destination) {
   check_shapes("dequantize", destination, source);
   const Arena::Scope scope(context.workspace);
   const bool through_fp32 = destination.type == ElementType::kBf16;
-  const Tensor scratch = through_fp32 ? take_rows(context, ElementType::kFp32, source.width()) : Tensor{};
+  const Tensor scratch =
+      through_fp32 ? take_rows(context, ElementType::kFp32, source.width()) : Tensor{};
   if (context.workspace.is_measuring()) return;
   switch (destination.type) {
-    case ElementType::kFp32: return decode_rows<float>(source, destination);
-    case ElementType::kFp64: return decode_rows<double>(source, destination);
+    case ElementType::kFp32:
+      return decode_rows<float>(source, destination);
+    case ElementType::kFp64:
+      return decode_rows<double>(source, destination);
     case ElementType::kBf16:
       return decode_rows_through<Bf16>(source, destination, scratch.as<float>(),
                                        [](float x) { return to_bf16(x); });
-    default: refuse("dequantize", destination.type);
+    default:
+      refuse("dequantize", destination.type);
   }
 }
 

@@ -33,8 +33,8 @@ float widen(Bf16 x) { return to_float(x); }
 /// The planes of one segment of one row.
 struct SegmentPlanes {
   std::uint8_t* codes;
-  std::uint8_t* bits;         // first extra bit plane
-  std::int64_t bits_stride;   // bytes from one extra bit plane to the next
+  std::uint8_t* bits;        // first extra bit plane
+  std::int64_t bits_stride;  // bytes from one extra bit plane to the next
   std::byte* scales;
   std::byte* super;
 };
@@ -165,7 +165,8 @@ std::int64_t count_saturated(const float* x, std::int64_t count, float limit) {
 
 std::int64_t count_negative(const float* x, std::int64_t count) {
   std::int32_t negative = 0;
-  for (std::int64_t i = 0; i < count; ++i) negative += x[i] < 0.0f && x[i] >= -std::numeric_limits<float>::max() ? 1 : 0;
+  for (std::int64_t i = 0; i < count; ++i)
+    negative += x[i] < 0.0f && x[i] >= -std::numeric_limits<float>::max() ? 1 : 0;
   return negative;
 }
 
@@ -218,9 +219,10 @@ void encode_block(const float* x, std::int64_t count, float scale, std::uint8_t*
 }
 
 template <Code code>
-void encode_block_stochastic(const float* x, std::int64_t count, float scale, const std::uint32_t* random,
-                             std::uint8_t* out) {
-  encode_block<code>(x, count, scale, out);  // a loop of its own: it vectorises even where decode does not
+void encode_block_stochastic(const float* x, std::int64_t count, float scale,
+                             const std::uint32_t* random, std::uint8_t* out) {
+  encode_block<code>(x, count, scale,
+                     out);  // a loop of its own: it vectorises even where decode does not
   const float r = 1.0f / scale;
   for (std::int64_t i = 0; i < count; ++i) {
     const float uniform = static_cast<float>(static_cast<std::int32_t>(random[i] >> 8)) * 0x1p-24f;
@@ -243,8 +245,8 @@ const std::uint32_t* draw(const RandomKey& key, std::uint64_t first, std::int64_
 
 template <Code code, typename Source>
 void encode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::int64_t group,
-                  const Source* in, std::int64_t count, const RandomKey& key, std::uint64_t first_element,
-                  QuantCounts& counts) {
+                  const Source* in, std::int64_t count, const RandomKey& key,
+                  std::uint64_t first_element, QuantCounts& counts) {
   const std::int64_t block = tensor.format.block;
   const std::int64_t blocks = ceil_divide(count, block);
   const std::int64_t first_block = group * (kGroup / block);
@@ -326,7 +328,8 @@ void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::i
   if constexpr (code_bits(code) < 8) {
     unpack_nibbles(planes.codes + group * (kGroup / 2), count, unpacked);
     for (int bit = 4; bit < code_bits(code); ++bit) {
-      unpack_bit(planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8), count, bit, unpacked);
+      unpack_bit(planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8), count, bit,
+                 unpacked);
     }
     codes = unpacked;
   }
@@ -337,7 +340,8 @@ void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::i
     if (scale == 0.0f) {
       std::fill(out + offset, out + offset + length, Target{0});
     } else {
-      for (std::int64_t i = 0; i < length; ++i) out[offset + i] = decode<code>(codes[offset + i]) * scale;
+      for (std::int64_t i = 0; i < length; ++i)
+        out[offset + i] = decode<code>(codes[offset + i]) * scale;
     }
   }
 }
@@ -351,8 +355,8 @@ void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in
     const SegmentPlanes planes = layout.segment(segment);
     for (std::int64_t begin = 0; begin < length; begin += kGroup) {
       const std::int64_t column = segment * length + begin;
-      encode_group<code>(tensor, planes, begin / kGroup, in + column, std::min(kGroup, length - begin), key,
-                         static_cast<std::uint64_t>(row * tensor.grid.row_length + column), counts);
+      encode_group<code>(tensor, planes, begin / kGroup, in + column, std::min(kGroup, length - begin),
+                         key, static_cast<std::uint64_t>(row * tensor.grid.row_length + column), counts);
     }
   }
 }
@@ -431,44 +435,76 @@ template <typename Source>
 void encode_any(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
                 QuantCounts& counts) {
   switch (tensor.format.code) {
-    case Code::kFp64: return encode_exact<double>(tensor, row, in, counts);
-    case Code::kFp32: return encode_exact<float>(tensor, row, in, counts);
-    case Code::kBf16: return encode_exact<Bf16>(tensor, row, in, counts);
-    case Code::kFp16: return encode_exact<Fp16>(tensor, row, in, counts);
-    case Code::kNf4: return encode_blocks<Code::kNf4>(tensor, row, in, key, counts);
-    case Code::kE2m1: return encode_blocks<Code::kE2m1>(tensor, row, in, key, counts);
-    case Code::kBnbFp4: return encode_blocks<Code::kBnbFp4>(tensor, row, in, key, counts);
-    case Code::kInt4: return encode_blocks<Code::kInt4>(tensor, row, in, key, counts);
-    case Code::kInt4FullRange: return encode_blocks<Code::kInt4FullRange>(tensor, row, in, key, counts);
-    case Code::kInt5: return encode_blocks<Code::kInt5>(tensor, row, in, key, counts);
-    case Code::kInt6: return encode_blocks<Code::kInt6>(tensor, row, in, key, counts);
-    case Code::kInt8: return encode_blocks<Code::kInt8>(tensor, row, in, key, counts);
-    case Code::kE4m3: return encode_blocks<Code::kE4m3>(tensor, row, in, key, counts);
-    case Code::kE5m2: return encode_blocks<Code::kE5m2>(tensor, row, in, key, counts);
-    case Code::kDynamic8: return encode_blocks<Code::kDynamic8>(tensor, row, in, key, counts);
-    case Code::kDynamic8Unsigned: return encode_blocks<Code::kDynamic8Unsigned>(tensor, row, in, key, counts);
+    case Code::kFp64:
+      return encode_exact<double>(tensor, row, in, counts);
+    case Code::kFp32:
+      return encode_exact<float>(tensor, row, in, counts);
+    case Code::kBf16:
+      return encode_exact<Bf16>(tensor, row, in, counts);
+    case Code::kFp16:
+      return encode_exact<Fp16>(tensor, row, in, counts);
+    case Code::kNf4:
+      return encode_blocks<Code::kNf4>(tensor, row, in, key, counts);
+    case Code::kE2m1:
+      return encode_blocks<Code::kE2m1>(tensor, row, in, key, counts);
+    case Code::kBnbFp4:
+      return encode_blocks<Code::kBnbFp4>(tensor, row, in, key, counts);
+    case Code::kInt4:
+      return encode_blocks<Code::kInt4>(tensor, row, in, key, counts);
+    case Code::kInt4FullRange:
+      return encode_blocks<Code::kInt4FullRange>(tensor, row, in, key, counts);
+    case Code::kInt5:
+      return encode_blocks<Code::kInt5>(tensor, row, in, key, counts);
+    case Code::kInt6:
+      return encode_blocks<Code::kInt6>(tensor, row, in, key, counts);
+    case Code::kInt8:
+      return encode_blocks<Code::kInt8>(tensor, row, in, key, counts);
+    case Code::kE4m3:
+      return encode_blocks<Code::kE4m3>(tensor, row, in, key, counts);
+    case Code::kE5m2:
+      return encode_blocks<Code::kE5m2>(tensor, row, in, key, counts);
+    case Code::kDynamic8:
+      return encode_blocks<Code::kDynamic8>(tensor, row, in, key, counts);
+    case Code::kDynamic8Unsigned:
+      return encode_blocks<Code::kDynamic8Unsigned>(tensor, row, in, key, counts);
   }
 }
 
 template <typename Target>
 void decode_any(const QuantTensor& tensor, std::int64_t row, Target* out) {
   switch (tensor.format.code) {
-    case Code::kFp64: return decode_exact<double>(tensor, row, out);
-    case Code::kFp32: return decode_exact<float>(tensor, row, out);
-    case Code::kBf16: return decode_exact<Bf16>(tensor, row, out);
-    case Code::kFp16: return decode_exact<Fp16>(tensor, row, out);
-    case Code::kNf4: return decode_blocks<Code::kNf4>(tensor, row, out);
-    case Code::kE2m1: return decode_blocks<Code::kE2m1>(tensor, row, out);
-    case Code::kBnbFp4: return decode_blocks<Code::kBnbFp4>(tensor, row, out);
-    case Code::kInt4: return decode_blocks<Code::kInt4>(tensor, row, out);
-    case Code::kInt4FullRange: return decode_blocks<Code::kInt4FullRange>(tensor, row, out);
-    case Code::kInt5: return decode_blocks<Code::kInt5>(tensor, row, out);
-    case Code::kInt6: return decode_blocks<Code::kInt6>(tensor, row, out);
-    case Code::kInt8: return decode_blocks<Code::kInt8>(tensor, row, out);
-    case Code::kE4m3: return decode_blocks<Code::kE4m3>(tensor, row, out);
-    case Code::kE5m2: return decode_blocks<Code::kE5m2>(tensor, row, out);
-    case Code::kDynamic8: return decode_blocks<Code::kDynamic8>(tensor, row, out);
-    case Code::kDynamic8Unsigned: return decode_blocks<Code::kDynamic8Unsigned>(tensor, row, out);
+    case Code::kFp64:
+      return decode_exact<double>(tensor, row, out);
+    case Code::kFp32:
+      return decode_exact<float>(tensor, row, out);
+    case Code::kBf16:
+      return decode_exact<Bf16>(tensor, row, out);
+    case Code::kFp16:
+      return decode_exact<Fp16>(tensor, row, out);
+    case Code::kNf4:
+      return decode_blocks<Code::kNf4>(tensor, row, out);
+    case Code::kE2m1:
+      return decode_blocks<Code::kE2m1>(tensor, row, out);
+    case Code::kBnbFp4:
+      return decode_blocks<Code::kBnbFp4>(tensor, row, out);
+    case Code::kInt4:
+      return decode_blocks<Code::kInt4>(tensor, row, out);
+    case Code::kInt4FullRange:
+      return decode_blocks<Code::kInt4FullRange>(tensor, row, out);
+    case Code::kInt5:
+      return decode_blocks<Code::kInt5>(tensor, row, out);
+    case Code::kInt6:
+      return decode_blocks<Code::kInt6>(tensor, row, out);
+    case Code::kInt8:
+      return decode_blocks<Code::kInt8>(tensor, row, out);
+    case Code::kE4m3:
+      return decode_blocks<Code::kE4m3>(tensor, row, out);
+    case Code::kE5m2:
+      return decode_blocks<Code::kE5m2>(tensor, row, out);
+    case Code::kDynamic8:
+      return decode_blocks<Code::kDynamic8>(tensor, row, out);
+    case Code::kDynamic8Unsigned:
+      return decode_blocks<Code::kDynamic8Unsigned>(tensor, row, out);
   }
 }
 
@@ -489,7 +525,11 @@ void encode_row(const QuantTensor& destination, std::int64_t row, const Bf16* in
   encode_any(destination, row, in, key, counts);
 }
 
-void decode_row(const QuantTensor& source, std::int64_t row, float* out) { decode_any(source, row, out); }
-void decode_row(const QuantTensor& source, std::int64_t row, double* out) { decode_any(source, row, out); }
+void decode_row(const QuantTensor& source, std::int64_t row, float* out) {
+  decode_any(source, row, out);
+}
+void decode_row(const QuantTensor& source, std::int64_t row, double* out) {
+  decode_any(source, row, out);
+}
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA
