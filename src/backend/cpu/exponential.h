@@ -11,7 +11,8 @@ AGOQ_HD float exponential(float x) {
   constexpr float kLeast = -87.33654f;  // ln(2^-126)
   constexpr float kMost = 88.0f;
   constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, held in the low bits
-  const float bounded = x < kLeast ? kLeast : (x > kMost ? kMost : x);  // NaN passes through
+  const float raised = x < kLeast ? kLeast : x;  // NaN passes through
+  const float bounded = raised > kMost ? kMost : raised;
   const float shifted = bounded * 1.44269504f + kShift;
   const float n = shifted - kShift;
   const float r = multiply_add(n, -0x1.7f7d1cp-20f, multiply_add(n, -0x1.62e4p-1f, bounded));
@@ -24,7 +25,10 @@ AGOQ_HD float exponential(float x) {
   const float power = multiply_add(r * r, q, r) + 1.0f;
   // The integer n sits in the low bits of `shifted`; moved to the exponent field it is 2^n times 1.
   const std::uint32_t exponent = (std::bit_cast<std::uint32_t>(shifted) + 127u) << 23;
-  return x < kLeast ? 0.0f : power * std::bit_cast<float>(exponent);
+  // Zero by a mask: a choice between values would become a branch, and the loop a scalar one.
+  const std::uint32_t keep = static_cast<std::uint32_t>(x < kLeast) - 1u;
+  const float result = power * std::bit_cast<float>(exponent);
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(result) & keep);
 }
 
 AGOQ_HD double exponential(double x) { return std::exp(x); }
