@@ -1,7 +1,26 @@
 // agoq: the program. One line per command; each is a file of its own.
+#include <unistd.h>
+
+#include <cstdlib>
+
 #include "cli/command.h"
 
+namespace {
+
+// Idle OpenMP threads spin by default, and where other programs share the processors every parallel
+// loop then waits for a spinning thread's time slice to end (a training step took 8 times as long
+// beside one busy neighbour). The policy is read when the library is loaded, before main: so the
+// program starts itself once more with it set. A policy from outside is left alone.
+void let_idle_threads_sleep(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  setenv("OMP_WAIT_POLICY", "passive", 0);
+  execv("/proc/self/exe", argv);  // returns only where there is no /proc: then they spin
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  let_idle_threads_sleep(argv);
   return agoq::run_command_line(
       argc, argv,
       {
