@@ -46,7 +46,7 @@ struct AttentionShape {
 /// Cumulative document lengths: document d holds tokens [starts[d], starts[d + 1]); a token attends
 /// to itself and to earlier tokens of its document only. starts[0] = 0, starts[count] = N.
 struct Documents {
-  Tensor starts;             // int32 [count + 1], backend memory
+  Tensor starts;             // int32 [count + 1 or more], backend memory
   std::int64_t count = 0;
   std::int64_t longest = 0;  // tokens; an upper bound will do
 };
