@@ -5,9 +5,7 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <new>
 
@@ -25,8 +23,8 @@ constexpr int kBadInput = 2;
 
 // Output that did not reach its file is a failed run: a full disk, a closed pipe.
 void flush_output() {
-  check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written: {}",
-        std::strerror(errno));
+  check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0,
+        "the output could not be written: is the disk full, or the reader of a pipe gone?");
 }
 
 // An error is one line, whatever a library wrote.
