@@ -49,8 +49,8 @@ const std::vector<Setting>& settings() {
 }
 
 /// A trainer and the memory it lives in.
-struct Run {
-  explicit Run(RunConfig run_config)
+struct OwnedRun {
+  explicit OwnedRun(RunConfig run_config)
       : config(std::move(run_config)),
         arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), 0).classes),
         trainer(config, cpu_backend(), arenas) {}
@@ -69,7 +69,7 @@ class GradientFidelity : public ::testing::Test {
     config.activations.policy = SavePolicy::kKeep;
     config.gradients.format = exact_format(ElementType::kFp32);
     const Dataset data = Dataset::load(config.data);
-    trained_ = std::make_unique<Run>(config);
+    trained_ = std::make_unique<OwnedRun>(config);
     Trainer& trainer = trained_->trainer;
     trainer.initialise();
     HostBatch batch;
@@ -101,7 +101,7 @@ class GradientFidelity : public ::testing::Test {
     config.activations.format = parse_format(format);
     config.run.micro_batch = kSequences;
     config.run.micro_batches = 1;
-    Run run(config);
+    OwnedRun run(config);
     const Context context = run.trainer.context();
     const Transformer& model = run.trainer.model();
     for (std::size_t p = 0; p < model.weights().size(); ++p) {
@@ -163,12 +163,12 @@ class GradientFidelity : public ::testing::Test {
   }
 
   static constexpr std::int64_t kSequences = 16;
-  static std::unique_ptr<Run> trained_;
+  static std::unique_ptr<OwnedRun> trained_;
   static HostBatch batch_;
   static std::vector<std::vector<float>> reference_;
 };
 
-std::unique_ptr<Run> GradientFidelity::trained_;
+std::unique_ptr<OwnedRun> GradientFidelity::trained_;
 HostBatch GradientFidelity::batch_;
 std::vector<std::vector<float>> GradientFidelity::reference_;
 

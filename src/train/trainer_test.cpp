@@ -38,8 +38,8 @@ RunConfig tiny_config() {
 }
 
 /// A run that owns its memory.
-struct Run {
-  explicit Run(const RunConfig& run_config)
+struct TinyRun {
+  explicit TinyRun(const RunConfig& run_config)
       : config(run_config),
         plan(plan_run(config, cpu_backend(), 0)),
         arenas(cpu_backend().allocator(), plan.classes),
@@ -71,7 +71,7 @@ HostBatch ragged_batch(std::int64_t first, std::int64_t count, std::int64_t sequ
   return batch;
 }
 
-std::vector<float> weights_of(const Run& run, std::size_t parameter) {
+std::vector<float> weights_of(const TinyRun& run, std::size_t parameter) {
   const Tensor& tensor = run.trainer.model().weights()[parameter];
   return {tensor.as<float>(), tensor.as<float>() + tensor.count()};
 }
@@ -92,8 +92,8 @@ TEST(Trainer, EightRaggedMicroBatchesEqualOne) {
   RunConfig whole_config = tiny_config();
   whole_config.run.micro_batch = 8;
   whole_config.run.micro_batches = 1;
-  Run split(split_config);
-  Run whole(whole_config);
+  TinyRun split(split_config);
+  TinyRun whole(whole_config);
   for (std::int64_t step = 0; step < 3; ++step) {
     split.trainer.begin_step();
     for (std::int64_t m = 0; m < 8; ++m) split.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
@@ -114,7 +114,7 @@ TEST(Trainer, EightRaggedMicroBatchesEqualOne) {
 TEST(Trainer, AStepWithoutATargetIsRefused) {
   RunConfig config = tiny_config();
   config.run.micro_batches = 1;
-  Run run(config);
+  TinyRun run(config);
   const std::vector<float> before = weights_of(run, 0);
   run.trainer.begin_step();
   run.trainer.micro_batch(ragged_batch(3, 1, 10));
@@ -126,7 +126,7 @@ TEST(Trainer, NotANumberStopsTheStepNamesTheTensorAndLeavesTheWeights) {
   RunConfig config = tiny_config();
   config.activations.policy = SavePolicy::kAgoq;
   config.run.micro_batches = 1;
-  Run run(config);
+  TinyRun run(config);
   const std::size_t qkv = run.trainer.model().index().blocks[1].qkv;
   const std::vector<float> before = weights_of(run, 0);
   run.trainer.model().weights()[qkv].as<float>()[5] = std::numeric_limits<float>::quiet_NaN();
@@ -157,7 +157,7 @@ TEST(Trainer, TakesExactlyThePlannedMemory) {
       config.optimizer.master = MasterKind::kRemainder;
       config.optimizer.moments_8bit = true;
       config.model.tied_embeddings = policy == SavePolicy::kExact;
-      Run run(config);
+      TinyRun run(config);
       for (std::int64_t step = 0; step < 2; ++step) {
         run.trainer.begin_step();
         for (std::int64_t m = 0; m < 8; ++m) run.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
@@ -175,7 +175,7 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
   config.gradients.format = parse_format("e4m3/128/fp32/stochastic");
   std::vector<double> losses[2];
   for (auto& of_run : losses) {
-    Run run(config);
+    TinyRun run(config);
     for (std::int64_t step = 0; step < 3; ++step) {
       run.trainer.begin_step();
       for (std::int64_t m = 0; m < 8; ++m) run.trainer.micro_batch(ragged_batch(8 * step + m, 1, 10));
