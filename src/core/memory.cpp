@@ -1,8 +1,8 @@
 #include "core/memory.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
-#include <limits>
 #include <utility>
 
 namespace agoq {
@@ -21,8 +21,17 @@ class HostAllocator : public Allocator {
   void release(std::byte* memory, std::size_t) override { std::free(memory); }
 };
 
-// Where measuring arenas start: an address that no system maps, so that a touch faults at once.
-constexpr std::size_t kMeasuringBase = kArenaAlignment;
+// Measuring arenas start at addresses that no process maps, so that a touch faults at once, and so far
+// apart that no two of them overlap: a tensor's address tells which arena it came from, as it does in
+// arenas that own memory. x86-64 and AArch64 processes end at 2^47 and 2^48.
+constexpr std::size_t kMeasuringBase = std::size_t{1} << 48;
+constexpr std::size_t kMeasuringCapacity = std::size_t{1} << 46;
+
+std::byte* next_measuring_base() {
+  static std::atomic<std::size_t> arenas{0};
+  constexpr std::size_t kPlaces = (std::size_t{1} << 62) / kMeasuringCapacity;
+  return reinterpret_cast<std::byte*>(kMeasuringBase + arenas++ % kPlaces * kMeasuringCapacity);
+}
 
 std::size_t round_up(std::size_t bytes) {
   return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
@@ -43,8 +52,8 @@ Arena::Arena(std::string name, Allocator& allocator, std::size_t capacity)
 
 Arena::Arena(std::string name)
     : name_(std::move(name)),
-      base_(reinterpret_cast<std::byte*>(kMeasuringBase)),
-      capacity_(std::numeric_limits<std::size_t>::max() / 2) {}
+      base_(next_measuring_base()),
+      capacity_(kMeasuringCapacity) {}
 
 Arena Arena::measuring(std::string name) { return Arena(std::move(name)); }
 

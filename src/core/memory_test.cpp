@@ -42,6 +42,15 @@ TEST(Arena, MeasuresWithoutOwningAnything) {
   EXPECT_EQ(arena.used(), 256u);
 }
 
+// An operation may ask whether two tensors are the same memory: also where there is none.
+TEST(Arena, MeasuringArenasDoNotOverlap) {
+  Arena first = Arena::measuring("first");
+  Arena second = Arena::measuring("second");
+  std::byte* of_first = first.take(1000);
+  std::byte* of_second = second.take(1000);
+  EXPECT_TRUE(of_first + 1000 <= of_second || of_second + 1000 <= of_first);
+}
+
 TEST(Tensor, SlicesRowsAndRefusesAnotherType) {
   float values[6] = {0, 1, 2, 3, 4, 5};
   const Tensor tensor{reinterpret_cast<std::byte*>(values), ElementType::kFp32, Shape{3, 2}};

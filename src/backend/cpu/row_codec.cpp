@@ -146,11 +146,10 @@ bool contains(const float* x, std::int64_t count, float value) {
   return equal != 0;
 }
 
-template <Code code>
-float unrounded_scale(const float* x, std::int64_t count, float absmax) {
-  const float scale = absmax / kMaximum<code>;
+float unrounded_scale(Code code, float maximum, const float* x, std::int64_t count, float absmax) {
+  const float scale = absmax / maximum;
   // The largest element gets code -8, whatever its sign; between +absmax and -absmax the latter.
-  if constexpr (code == Code::kInt4FullRange) return contains(x, count, -absmax) ? scale : -scale;
+  if (code == Code::kInt4FullRange) return contains(x, count, -absmax) ? scale : -scale;
   return scale;
 }
 
@@ -210,7 +209,7 @@ void load_scales(ScaleType type, std::int64_t blocks, std::int64_t first_block, 
   }
 }
 
-// --- one group of a row ---
+// --- one block ---
 
 template <Code code>
 void encode_block(const float* x, std::int64_t count, float scale, std::uint8_t* out) {
@@ -230,6 +229,51 @@ void encode_block_stochastic(const float* x, std::int64_t count, float scale,
   }
 }
 
+template <Code code>
+void decode_block(const std::uint8_t* codes, std::int64_t count, float scale, float* out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] = decode<code>(codes[i]) * scale;
+}
+
+/// What depends on the code alone. All else about a row is the same code for every format.
+struct BlockCodec {
+  Code code;
+  int bits;
+  float maximum;
+  std::uint8_t zero;  // the code of 0
+  void (*encode)(const float* x, std::int64_t count, float scale, std::uint8_t* out);
+  void (*encode_stochastic)(const float* x, std::int64_t count, float scale, const std::uint32_t* random,
+                            std::uint8_t* out);
+  void (*decode)(const std::uint8_t* codes, std::int64_t count, float scale, float* out);
+};
+
+template <Code code>
+BlockCodec make_block_codec() {
+  return {code,
+          code_bits(code),
+          kMaximum<code>,
+          static_cast<std::uint8_t>(encode<code>(0.0f)),
+          encode_block<code>,
+          encode_block_stochastic<code>,
+          decode_block<code>};
+}
+
+/// The visible list of instantiations. Quantised codes only.
+const BlockCodec& block_codec(Code code) {
+  static const BlockCodec codecs[] = {
+      make_block_codec<Code::kNf4>(),      make_block_codec<Code::kE2m1>(),
+      make_block_codec<Code::kBnbFp4>(),   make_block_codec<Code::kInt4>(),
+      make_block_codec<Code::kInt4FullRange>(), make_block_codec<Code::kInt5>(),
+      make_block_codec<Code::kInt6>(),     make_block_codec<Code::kInt8>(),
+      make_block_codec<Code::kE4m3>(),     make_block_codec<Code::kE5m2>(),
+      make_block_codec<Code::kDynamic8>(), make_block_codec<Code::kDynamic8Unsigned>(),
+  };
+  const BlockCodec& codec = codecs[static_cast<int>(code) - static_cast<int>(Code::kNf4)];
+  check(codec.code == code, "the table of block codecs is not in the order of Code");
+  return codec;
+}
+
+// --- one group of a row ---
+
 /// words[i] = random_bits(key, first + i); returns where element `first` stands in `words`.
 const std::uint32_t* draw(const RandomKey& key, std::uint64_t first, std::int64_t count,
                           std::uint32_t* words) {
@@ -243,56 +287,47 @@ const std::uint32_t* draw(const RandomKey& key, std::uint64_t first, std::int64_
   return words + first % 4;
 }
 
-template <Code code, typename Source>
-void encode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::int64_t group,
-                  const Source* in, std::int64_t count, const RandomKey& key,
+void encode_group(const QuantTensor& tensor, const BlockCodec& codec, const SegmentPlanes& planes,
+                  std::int64_t group, const float* x, std::int64_t count, const RandomKey& key,
                   std::uint64_t first_element, QuantCounts& counts) {
   const std::int64_t block = tensor.format.block;
   const std::int64_t blocks = ceil_divide(count, block);
   const std::int64_t first_block = group * (kGroup / block);
-  float staged[kGroup];
+  float finite[kGroup];
   float scales[kGroupBlocks];
   float absmax[kGroupBlocks];
   std::uint8_t codes[kGroup];
-
-  const float* x;
-  if constexpr (std::is_same_v<Source, float>) {
-    x = in;
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[i]);
-    x = staged;
-  }
 
   std::int64_t non_finite = 0;
   for (std::int64_t b = 0; b < blocks; ++b) {
     const float* begin = x + b * block;
     const std::int64_t length = std::min(block, count - b * block);
-    absmax[b] = code == Code::kDynamic8Unsigned ? finite_maximum(begin, length, non_finite)
+    absmax[b] = codec.code == Code::kDynamic8Unsigned ? finite_maximum(begin, length, non_finite)
                                                 : finite_absmax(begin, length, non_finite);
-    scales[b] = unrounded_scale<code>(begin, length, absmax[b]);
+    scales[b] = unrounded_scale(codec.code, codec.maximum, begin, length, absmax[b]);
   }
-  store_scales(tensor.format.scale, kMaximum<code>, blocks, first_block, group, planes, scales);
+  store_scales(tensor.format.scale, codec.maximum, blocks, first_block, group, planes, scales);
 
   for (std::int64_t b = 0; b < blocks; ++b) {
     if (scales[b] == 0.0f) {
       counts.flushed_blocks += absmax[b] > 0.0f ? 1 : 0;
       continue;
     }
-    const float limit = kSaturationMargin * (kMaximum<code> * std::abs(scales[b]));
+    const float limit = kSaturationMargin * (codec.maximum * std::abs(scales[b]));
     if (absmax[b] > limit) {
       counts.saturated += count_saturated(x + b * block, std::min(block, count - b * block), limit);
     }
   }
-  if constexpr (code == Code::kDynamic8Unsigned) counts.saturated += count_negative(x, count);
+  if (codec.code == Code::kDynamic8Unsigned) counts.saturated += count_negative(x, count);
   if (non_finite > 0) {
     counts.non_finite += non_finite;
     // NaN is stored as zero; Inf is outside every code's range and so becomes the last level.
-    for (std::int64_t i = 0; i < count; ++i) staged[i] = x[i] == x[i] ? x[i] : 0.0f;
-    x = staged;
+    for (std::int64_t i = 0; i < count; ++i) finite[i] = x[i] == x[i] ? x[i] : 0.0f;
+    x = finite;
   }
 
-  constexpr bool kPacked = code_bits(code) < 8;
-  std::uint8_t* out = kPacked ? codes : planes.codes + group * kGroup;
+  const bool packed = codec.bits < 8;
+  std::uint8_t* out = packed ? codes : planes.codes + group * kGroup;
   std::uint32_t words[kGroup + 8];
   const bool stochastic = tensor.format.rounding == Rounding::kStochastic;
   const std::uint32_t* random = stochastic ? draw(key, first_element, count, words) : nullptr;
@@ -300,24 +335,23 @@ void encode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::i
     const std::int64_t offset = b * block;
     const std::int64_t length = std::min(block, count - offset);
     if (scales[b] == 0.0f) {
-      std::memset(out + offset, static_cast<int>(encode<code>(0.0f)), static_cast<std::size_t>(length));
+      std::memset(out + offset, codec.zero, static_cast<std::size_t>(length));
     } else if (stochastic) {
-      encode_block_stochastic<code>(x + offset, length, scales[b], random + offset, out + offset);
+      codec.encode_stochastic(x + offset, length, scales[b], random + offset, out + offset);
     } else {
-      encode_block<code>(x + offset, length, scales[b], out + offset);
+      codec.encode(x + offset, length, scales[b], out + offset);
     }
   }
-  if constexpr (kPacked) {
+  if (packed) {
     pack_nibbles(codes, count, planes.codes + group * (kGroup / 2));
-    for (int bit = 4; bit < code_bits(code); ++bit) {
+    for (int bit = 4; bit < codec.bits; ++bit) {
       pack_bit(codes, count, bit, planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8));
     }
   }
 }
 
-template <Code code, typename Target>
-void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::int64_t group,
-                  std::int64_t count, Target* out) {
+void decode_group(const QuantTensor& tensor, const BlockCodec& codec, const SegmentPlanes& planes,
+                  std::int64_t group, std::int64_t count, float* out) {
   const std::int64_t block = tensor.format.block;
   const std::int64_t blocks = ceil_divide(count, block);
   float scales[kGroupBlocks];
@@ -325,9 +359,9 @@ void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::i
 
   std::uint8_t unpacked[kGroup];
   const std::uint8_t* codes = planes.codes + group * kGroup;
-  if constexpr (code_bits(code) < 8) {
+  if (codec.bits < 8) {
     unpack_nibbles(planes.codes + group * (kGroup / 2), count, unpacked);
-    for (int bit = 4; bit < code_bits(code); ++bit) {
+    for (int bit = 4; bit < codec.bits; ++bit) {
       unpack_bit(planes.bits + (bit - 4) * planes.bits_stride + group * (kGroup / 8), count, bit,
                  unpacked);
     }
@@ -336,42 +370,60 @@ void decode_group(const QuantTensor& tensor, const SegmentPlanes& planes, std::i
   for (std::int64_t b = 0; b < blocks; ++b) {
     const std::int64_t offset = b * block;
     const std::int64_t length = std::min(block, count - offset);
-    const float scale = scales[b];
-    if (scale == 0.0f) {
-      std::fill(out + offset, out + offset + length, Target{0});
+    if (scales[b] == 0.0f) {
+      std::fill(out + offset, out + offset + length, 0.0f);
     } else {
-      for (std::int64_t i = 0; i < length; ++i)
-        out[offset + i] = decode<code>(codes[offset + i]) * scale;
+      codec.decode(codes + offset, length, scales[b], out + offset);
     }
   }
 }
 
-template <Code code, typename Source>
+/// Calls visit(planes, group, column, count) for each group of a row.
+template <typename Visit>
+void for_each_group(const QuantTensor& tensor, std::int64_t row, Visit visit) {
+  const RowLayout layout(tensor, row);
+  const std::int64_t length = tensor.grid.segment_length();
+  for (std::int64_t segment = 0; segment < tensor.grid.segments; ++segment) {
+    const SegmentPlanes planes = layout.segment(segment);
+    for (std::int64_t begin = 0; begin < length; begin += kGroup) {
+      visit(planes, begin / kGroup, segment * length + begin, std::min(kGroup, length - begin));
+    }
+  }
+}
+
+template <typename Source>
 void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
                    QuantCounts& counts) {
-  const RowLayout layout(tensor, row);
-  const std::int64_t length = tensor.grid.segment_length();
-  for (std::int64_t segment = 0; segment < tensor.grid.segments; ++segment) {
-    const SegmentPlanes planes = layout.segment(segment);
-    for (std::int64_t begin = 0; begin < length; begin += kGroup) {
-      const std::int64_t column = segment * length + begin;
-      encode_group<code>(tensor, planes, begin / kGroup, in + column, std::min(kGroup, length - begin),
-                         key, static_cast<std::uint64_t>(row * tensor.grid.row_length + column), counts);
-    }
-  }
+  const BlockCodec& codec = block_codec(tensor.format.code);
+  const auto first_element = static_cast<std::uint64_t>(row * tensor.grid.row_length);
+  for_each_group(tensor, row,
+                 [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
+                   const float* x;
+                   float staged[kGroup];
+                   if constexpr (std::is_same_v<Source, float>) {
+                     x = in + column;
+                   } else {
+                     for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[column + i]);
+                     x = staged;
+                   }
+                   encode_group(tensor, codec, planes, group, x, count, key,
+                                first_element + static_cast<std::uint64_t>(column), counts);
+                 });
 }
 
-template <Code code, typename Target>
+template <typename Target>
 void decode_blocks(const QuantTensor& tensor, std::int64_t row, Target* out) {
-  const RowLayout layout(tensor, row);
-  const std::int64_t length = tensor.grid.segment_length();
-  for (std::int64_t segment = 0; segment < tensor.grid.segments; ++segment) {
-    const SegmentPlanes planes = layout.segment(segment);
-    for (std::int64_t begin = 0; begin < length; begin += kGroup) {
-      decode_group<code>(tensor, planes, begin / kGroup, std::min(kGroup, length - begin),
-                         out + segment * length + begin);
-    }
-  }
+  const BlockCodec& codec = block_codec(tensor.format.code);
+  for_each_group(tensor, row,
+                 [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
+                   if constexpr (std::is_same_v<Target, float>) {
+                     decode_group(tensor, codec, planes, group, count, out + column);
+                   } else {
+                     float staged[kGroup];
+                     decode_group(tensor, codec, planes, group, count, staged);
+                     std::copy(staged, staged + count, out + column);
+                   }
+                 });
 }
 
 // --- elements stored as they are ---
@@ -429,82 +481,26 @@ void decode_exact(const QuantTensor& tensor, std::int64_t row, Target* out) {
   }
 }
 
-// --- the visible list of instantiations ---
-
 template <typename Source>
 void encode_any(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
                 QuantCounts& counts) {
   switch (tensor.format.code) {
-    case Code::kFp64:
-      return encode_exact<double>(tensor, row, in, counts);
-    case Code::kFp32:
-      return encode_exact<float>(tensor, row, in, counts);
-    case Code::kBf16:
-      return encode_exact<Bf16>(tensor, row, in, counts);
-    case Code::kFp16:
-      return encode_exact<Fp16>(tensor, row, in, counts);
-    case Code::kNf4:
-      return encode_blocks<Code::kNf4>(tensor, row, in, key, counts);
-    case Code::kE2m1:
-      return encode_blocks<Code::kE2m1>(tensor, row, in, key, counts);
-    case Code::kBnbFp4:
-      return encode_blocks<Code::kBnbFp4>(tensor, row, in, key, counts);
-    case Code::kInt4:
-      return encode_blocks<Code::kInt4>(tensor, row, in, key, counts);
-    case Code::kInt4FullRange:
-      return encode_blocks<Code::kInt4FullRange>(tensor, row, in, key, counts);
-    case Code::kInt5:
-      return encode_blocks<Code::kInt5>(tensor, row, in, key, counts);
-    case Code::kInt6:
-      return encode_blocks<Code::kInt6>(tensor, row, in, key, counts);
-    case Code::kInt8:
-      return encode_blocks<Code::kInt8>(tensor, row, in, key, counts);
-    case Code::kE4m3:
-      return encode_blocks<Code::kE4m3>(tensor, row, in, key, counts);
-    case Code::kE5m2:
-      return encode_blocks<Code::kE5m2>(tensor, row, in, key, counts);
-    case Code::kDynamic8:
-      return encode_blocks<Code::kDynamic8>(tensor, row, in, key, counts);
-    case Code::kDynamic8Unsigned:
-      return encode_blocks<Code::kDynamic8Unsigned>(tensor, row, in, key, counts);
+    case Code::kFp64: return encode_exact<double>(tensor, row, in, counts);
+    case Code::kFp32: return encode_exact<float>(tensor, row, in, counts);
+    case Code::kBf16: return encode_exact<Bf16>(tensor, row, in, counts);
+    case Code::kFp16: return encode_exact<Fp16>(tensor, row, in, counts);
+    default: return encode_blocks(tensor, row, in, key, counts);
   }
 }
 
 template <typename Target>
 void decode_any(const QuantTensor& tensor, std::int64_t row, Target* out) {
   switch (tensor.format.code) {
-    case Code::kFp64:
-      return decode_exact<double>(tensor, row, out);
-    case Code::kFp32:
-      return decode_exact<float>(tensor, row, out);
-    case Code::kBf16:
-      return decode_exact<Bf16>(tensor, row, out);
-    case Code::kFp16:
-      return decode_exact<Fp16>(tensor, row, out);
-    case Code::kNf4:
-      return decode_blocks<Code::kNf4>(tensor, row, out);
-    case Code::kE2m1:
-      return decode_blocks<Code::kE2m1>(tensor, row, out);
-    case Code::kBnbFp4:
-      return decode_blocks<Code::kBnbFp4>(tensor, row, out);
-    case Code::kInt4:
-      return decode_blocks<Code::kInt4>(tensor, row, out);
-    case Code::kInt4FullRange:
-      return decode_blocks<Code::kInt4FullRange>(tensor, row, out);
-    case Code::kInt5:
-      return decode_blocks<Code::kInt5>(tensor, row, out);
-    case Code::kInt6:
-      return decode_blocks<Code::kInt6>(tensor, row, out);
-    case Code::kInt8:
-      return decode_blocks<Code::kInt8>(tensor, row, out);
-    case Code::kE4m3:
-      return decode_blocks<Code::kE4m3>(tensor, row, out);
-    case Code::kE5m2:
-      return decode_blocks<Code::kE5m2>(tensor, row, out);
-    case Code::kDynamic8:
-      return decode_blocks<Code::kDynamic8>(tensor, row, out);
-    case Code::kDynamic8Unsigned:
-      return decode_blocks<Code::kDynamic8Unsigned>(tensor, row, out);
+    case Code::kFp64: return decode_exact<double>(tensor, row, out);
+    case Code::kFp32: return decode_exact<float>(tensor, row, out);
+    case Code::kBf16: return decode_exact<Bf16>(tensor, row, out);
+    case Code::kFp16: return decode_exact<Fp16>(tensor, row, out);
+    default: return decode_blocks(tensor, row, out);
   }
 }
 
