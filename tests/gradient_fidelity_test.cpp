@@ -52,7 +52,7 @@ const std::vector<Setting>& settings() {
 struct OwnedRun {
   explicit OwnedRun(RunConfig run_config)
       : config(std::move(run_config)),
-        arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), 0).classes),
+        arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), 0, false).classes),
         trainer(config, cpu_backend(), arenas) {}
   RunConfig config;
   RunArenas arenas;

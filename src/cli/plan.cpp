@@ -1,6 +1,7 @@
 // agoq plan: what a run will hold in memory, layer by layer and class by class, before it runs.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 
@@ -77,24 +78,23 @@ void print_classes(const RunPlan& plan) {
     }
   }
   add("text", plan.data);
+  add("checkpoint being written", plan.checkpoint);
   add("program and libraries", plan.program);
   table.add_rule();
   add("predicted peak", plan.predicted_peak());
   fmt::print("{}", table.to_string());
 }
 
-/// Bytes of text that a run would hold, if its data are there.
-std::size_t text_bytes(const DataConfig& data, bool& found) {
-  found = !data.paths.empty();
-  for (const std::string& path : data.paths) found = found && std::filesystem::exists(path);
-  return found ? Dataset::load(data).bytes() : 0;
+bool all_exist(const std::vector<std::string>& paths) {
+  return !paths.empty() && std::all_of(paths.begin(), paths.end(),
+                                       [](const std::string& path) { return std::filesystem::exists(path); });
 }
 
 void plan_command(const PlanArguments& arguments) {
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
-  bool found = false;
-  const std::size_t data_bytes = text_bytes(config.data, found);
-  const RunPlan plan = plan_run(config, cpu_backend(), data_bytes);
+  const bool found = all_exist(config.data.paths);
+  const std::size_t data_bytes = found ? Dataset::load(config.data).bytes() : 0;
+  const RunPlan plan = plan_run(config, cpu_backend(), data_bytes, /*data_loaded=*/false);
   if (arguments.json) {
     fmt::print("{}\n", to_json(plan, config));
     return;

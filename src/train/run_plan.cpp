@@ -1,11 +1,24 @@
 #include "train/run_plan.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/hugging_face.h"
+#include "train/memory_probe.h"
 #include "train/trainer.h"
 
 namespace agoq {
 namespace {
+
+/// A product of small matrices, for what libraries allocate at their first one.
+void multiply_once(Backend& backend, ElementType dtype) {
+  Arena memory("first product", backend.allocator(), std::size_t{4} << 20);
+  const Context context{backend, {}, memory, {}};
+  const Tensor a = memory.take(dtype, Shape{8, 8});
+  const Tensor product = memory.take(statistics_type(dtype), Shape{8, 8});
+  backend.zero(context, a.data, a.bytes());
+  backend.matmul(context, a, Transpose::kNo, a, Transpose::kYes, product, false);
+}
 
 bool same_layer(const LayerPlan& a, const LayerPlan& b) {
   if (a.recompute_layer != b.recompute_layer || a.slots.size() != b.slots.size()) return false;
@@ -18,19 +31,23 @@ bool same_layer(const LayerPlan& a, const LayerPlan& b) {
 }  // namespace
 
 std::size_t RunPlan::predicted_peak() const {
-  std::size_t bytes = data + program;
+  std::size_t bytes = data + checkpoint + program;
   for (const std::size_t of_class : classes) bytes += of_class;
   return bytes;
 }
 
-RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes) {
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded) {
   RunPlan plan;
   plan.parameters = parameter_count(config.model);
   plan.tokens = config.run.sequence * config.run.micro_batch;
   plan.slots = transformer_saves(config.model);
   plan.bits = make_bit_plan(plan.slots, config.activations);
   plan.data = data_bytes;
-  plan.program = kProgramBytes;
+  std::size_t largest = 0;
+  for (const Parameter& parameter : parameters_of(config.model)) {
+    largest = std::max(largest, static_cast<std::size_t>(parameter.count()) * sizeof(float));
+  }
+  plan.checkpoint = std::min(largest, kTransferBytes);
 
   RunArenas arenas = RunArenas::measuring();
   Trainer trainer(config, backend, arenas);
@@ -42,6 +59,13 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
   trainer.evaluate(batch);
   plan.classes = arenas.high_water();
   plan.loss_chunk = trainer.loss_workspace();
+
+  multiply_once(backend, config.model.dtype);
+  plan.program = kUncountedProgramBytes;
+  if (memory_probe_available()) {
+    const auto in_use = static_cast<std::size_t>(memory_use().current);
+    plan.program = in_use - (data_loaded ? data_bytes : 0);
+  }
   return plan;
 }
 
@@ -83,6 +107,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
   }
   bytes["loss chunk (within workspace)"] = plan.loss_chunk;
   bytes["data"] = plan.data;
+  bytes["checkpoint"] = plan.checkpoint;
   bytes["program"] = plan.program;
   json["peak_bytes_predicted"] = plan.predicted_peak();
   for (int r = 0; r < kSlotRoles; ++r) {

@@ -23,16 +23,18 @@ struct RunPlan {
   BytesPerClass classes{};          // capacities of the run's arenas
   std::size_t loss_chunk = 0;       // of the workspace: what head and loss take (shared with the layers)
   std::size_t data = 0;             // the text, in host memory
-  std::size_t program = 0;          // the program itself and its libraries: measured constant
+  std::size_t checkpoint = 0;       // host memory through which a checkpoint is written
+  std::size_t program = 0;          // the program and its libraries, counted when the plan was made
   std::size_t predicted_peak() const;
 };
 
-/// data_bytes: Dataset::bytes(), or 0 if the data are not at hand.
-RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes);
+/// data_bytes: Dataset::bytes(), or 0 if the data are not at hand; data_loaded: whether they are in
+/// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its
+/// first product) differs from processor to processor, so it is provoked here and counted.
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded);
 
-/// Heap and anonymous maps of the program beside arenas and data: code that oneDNN generates per
-/// shape, streams, configuration. Measured on Debian 12 (docs/memory.md).
-inline constexpr std::size_t kProgramBytes = std::size_t{1} << 20;
+/// What stands for RunPlan::program in programs that do not count their memory (memory_probe.h).
+inline constexpr std::size_t kUncountedProgramBytes = std::size_t{8} << 20;
 
 /// Bytes kept in all layers by slots of `role` (payload, without alignment).
 std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role);

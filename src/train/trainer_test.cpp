@@ -41,7 +41,7 @@ RunConfig tiny_config() {
 struct TinyRun {
   explicit TinyRun(const RunConfig& run_config)
       : config(run_config),
-        plan(plan_run(config, cpu_backend(), 0)),
+        plan(plan_run(config, cpu_backend(), 0, false)),
         arenas(cpu_backend().allocator(), plan.classes),
         trainer(config, cpu_backend(), arenas) {
     trainer.initialise();
@@ -189,9 +189,9 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
 TEST(Trainer, HoldsNoGradientInHigherPrecisionBeyondOneParameter) {
   RunConfig config = tiny_config();
   config.model.layers = 6;
-  const std::size_t exact = plan_run(config, cpu_backend(), 0).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  const std::size_t exact = plan_run(config, cpu_backend(), 0, false).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
   config.gradients.format = parse_format("e4m3/128/fp32");
-  const std::size_t packed = plan_run(config, cpu_backend(), 0).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  const std::size_t packed = plan_run(config, cpu_backend(), 0, false).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
   std::int64_t largest = 0;
   for (const Parameter& parameter : parameters_of(config.model)) largest = std::max(largest, parameter.count());
   EXPECT_LE(packed, exact + static_cast<std::size_t>(largest) * sizeof(float) + 4096);

@@ -150,7 +150,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
               config.model.vocabulary);
   // Before the arenas exist: its table of byte pairs must not add to the peak.
   const double order1_byte_loss = data.order1_loss();
-  const RunPlan plan = plan_run(config, backend, data.bytes());
+  const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
   const RunDirectory directory(config.run.directory, options.start);
   directory.write("config.toml", to_toml(config));
   directory.write("plan.json", to_json(plan, config));
@@ -200,7 +200,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
     const bool last = report.step == config.run.steps;
     if (last || (config.run.validate_every > 0 && report.step % config.run.validate_every == 0)) {
       const ValidationResult validation =
-          validate(trainer, data, config, last ? 0 : config.run.validation_batches, batch);
+          validate(trainer, data, config, config.run.validation_batches, batch);
       metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})", report.step,
                              validation.loss, validation.tokens)
               << '\n'
