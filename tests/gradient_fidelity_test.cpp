@@ -6,6 +6,7 @@
 // byte-level text, 26M tokens): L2 of the gradient's difference over its norm, per kind of tensor.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <map>
@@ -82,13 +83,38 @@ class GradientFidelity : public ::testing::Test {
       }
       trainer.finish_step();
     }
-    data.fill(Split::kValidation, 0, 0, kSequences, config.run.sequence, batch_);
+    batch_ = spread_batch(data, config.run.sequence);
     reference_ = gradient(SavePolicy::kKeep, "bf16", Codec::kRight);
   }
   static void TearDownTestSuite() { trained_.reset(); }
 
   void SetUp() override {
     if (!trained_) GTEST_SKIP() << "no text at " << AGOQ_TEXT << ": ./dev test fetches it";
+  }
+
+  /// kSequences sequences, evenly spread over the validation documents: neighbours come from one
+  /// document, and some of these are in languages that the model has hardly seen.
+  static HostBatch spread_batch(const Dataset& data, std::int64_t sequence) {
+    const std::int64_t stride = data.sequences(Split::kValidation, sequence) / kSequences;
+    HostBatch all;
+    HostBatch one;
+    for (std::int64_t s = 0; s < kSequences; ++s) {
+      data.fill(Split::kValidation, 0, s * stride, 1, sequence, one);
+      const auto append = [](auto& to, const auto& from) { to.insert(to.end(), from.begin(), from.end()); };
+      append(all.tokens, one.tokens);
+      append(all.targets, one.targets);
+      append(all.weights, one.weights);
+      append(all.positions, one.positions);
+      for (std::int64_t d = 0; d < one.document_count; ++d) {
+        all.document_starts.push_back(static_cast<std::int32_t>(s * sequence) +
+                                      one.document_starts[static_cast<std::size_t>(d)]);
+      }
+      all.document_count += one.document_count;
+      all.longest_document = std::max(all.longest_document, one.longest_document);
+      all.valid_tokens += one.valid_tokens;
+    }
+    all.document_starts.push_back(static_cast<std::int32_t>(kSequences * sequence));
+    return all;
   }
 
   enum class Codec { kRight, kBroken };
@@ -162,7 +188,7 @@ class GradientFidelity : public ::testing::Test {
     return fidelity;
   }
 
-  static constexpr std::int64_t kSequences = 16;
+  static constexpr std::int64_t kSequences = 32;
   static std::unique_ptr<OwnedRun> trained_;
   static HostBatch batch_;
   static std::vector<std::vector<float>> reference_;

@@ -16,7 +16,7 @@ struct TrainArguments {
   std::vector<std::string> settings;
   bool resume = false;
   bool overwrite = false;
-  bool quiet = false;
+  bool json = false;
 };
 
 void train(const TrainArguments& arguments) {
@@ -25,12 +25,16 @@ void train(const TrainArguments& arguments) {
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
   if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
   RunOptions options;
-  options.show_progress = !arguments.quiet;
+  options.show_progress = !arguments.json;
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
   const RunSummary summary = run_training(config, cpu_backend(), options);
-  if (summary.steps < config.run.steps || arguments.quiet) return;
-  fmt::print("\n{}", summary_table({{config.run.directory, summary}}));
+  if (summary.steps < config.run.steps) return;
+  if (arguments.json) {
+    fmt::print("{}", to_json(summary));
+    return;
+  }
+  fmt::print("{}", summary_table({{config.run.directory, summary}}));
 }
 
 }  // namespace
@@ -41,7 +45,7 @@ Action declare_train(Arguments& arguments) {
   arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting, for instance train.steps=100");
   arguments.flag("--resume", given->resume, "Go on from the newest checkpoint of the run directory");
   arguments.flag("--overwrite", given->overwrite, "Remove the run that the run directory holds");
-  arguments.flag("--quiet", given->quiet, "No progress and no table");
+  arguments.flag("--json", given->json, "Print the summary as JSON, and no progress");
   return [given] { train(*given); };
 }
 
