@@ -4,9 +4,10 @@
 // over the whole of K (backend/onednn_matmul.h says why); FP64, which only tests use, goes to a plain
 // loop over the same tiles. Either takes op(a) as [K, M] and op(b) as [K, N] in the compute type:
 // operands that are not stored so are widened or transposed into the workspace, kSlab rows of c and
-// kSlab columns at a time, so that the workspace is bounded by K and not by the matrix. A BF16 result is
-// rounded tile by tile. The partition depends on the shape alone, so the result does not depend on the
-// number of threads.
+// kSlab columns at a time, so that the workspace is bounded by K and not by the matrix. There they lie
+// as one panel [K, kPanelStride] per tile: a tile reads memory in order, and one primitive serves
+// matrices of every width. A BF16 result is rounded tile by tile. The partition depends on the shape
+// alone, so the result does not depend on the number of threads.
 #include <omp.h>
 
 #include <algorithm>
@@ -19,6 +20,9 @@ namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
 
 constexpr std::int64_t kSlab = 2048;  // a multiple of kMatmulTile
+// One cache line more than a tile is wide: at a power of two, the rows that a tile reads together share
+// a few sets of the cache.
+constexpr std::int64_t kPanelStride = kMatmulTile + 16;
 
 struct Extents {
   std::int64_t m, n, k;
@@ -35,32 +39,69 @@ Operand operand_of(const Tensor& tensor, bool stored_depth_first, ElementType co
   return {tensor, !stored_depth_first, stored_depth_first && tensor.type == compute};
 }
 
-// out[depth][column] for `columns` columns from `first`, widened and, if need be, transposed in blocks
-// that stay in the first-level cache.
+// out[d][i] = in[i][d] for a square of kSide: whole rows in and out, so that the compiler turns the
+// square in registers.
+constexpr std::int64_t kSide = 8;
 template <typename Storage, typename T>
-void pack(const Operand& operand, std::int64_t k, std::int64_t first, std::int64_t columns, T* out) {
-  const Storage* in = operand.tensor.as<Storage>();
+void transpose_square(const Storage* __restrict in, std::int64_t stride, T* __restrict out) {
+  T square[kSide][kSide];
+  for (std::int64_t i = 0; i < kSide; ++i) {
+    for (std::int64_t d = 0; d < kSide; ++d) square[i][d] = load(in[i * stride + d]);
+  }
+  for (std::int64_t d = 0; d < kSide; ++d) {
+    for (std::int64_t i = 0; i < kSide; ++i) out[d * kPanelStride + i] = square[i][d];
+  }
+}
+
+// Depths [begin, end) of one panel of `columns` columns from `first`, widened and, if need be,
+// transposed.
+template <typename Storage, typename T>
+void pack_block(const Operand& operand, std::int64_t begin, std::int64_t end, std::int64_t first,
+                std::int64_t columns, T* out) {
   const std::int64_t stride = operand.tensor.width();
-  constexpr std::int64_t kBlock = 32;
-#pragma omp parallel for schedule(static) if (k * columns > kSerialElements)
-  for (std::int64_t depth = 0; depth < k; depth += kBlock) {
-    const std::int64_t depth_end = std::min(k, depth + kBlock);
-    if (!operand.flip) {
-      for (std::int64_t d = depth; d < depth_end; ++d) {
-        const Storage* row = in + d * stride + first;
-        for (std::int64_t c = 0; c < columns; ++c) out[d * columns + c] = load(row[c]);
-      }
-      continue;
+  const Storage* in = operand.tensor.as<Storage>();
+  if (!operand.flip) {
+    for (std::int64_t d = begin; d < end; ++d) {
+      const Storage* __restrict row = in + d * stride + first;
+      T* __restrict packed = out + d * kPanelStride;
+      for (std::int64_t c = 0; c < columns; ++c) packed[c] = load(row[c]);
     }
-    for (std::int64_t column = 0; column < columns; column += kBlock) {
-      const std::int64_t column_end = std::min(columns, column + kBlock);
-      for (std::int64_t d = depth; d < depth_end; ++d) {
-        for (std::int64_t c = column; c < column_end; ++c) {
-          out[d * columns + c] = load(in[(first + c) * stride + d]);
-        }
-      }
+    return;
+  }
+  const std::int64_t squares_end = begin + (end - begin) / kSide * kSide;
+  std::int64_t c = 0;
+  for (; c + kSide <= columns; c += kSide) {
+    const Storage* rows = in + (first + c) * stride;
+    for (std::int64_t d = begin; d < squares_end; d += kSide) {
+      transpose_square(rows + d, stride, out + d * kPanelStride + c);
+    }
+    for (std::int64_t d = squares_end; d < end; ++d) {
+      for (std::int64_t i = 0; i < kSide; ++i)
+        out[d * kPanelStride + c + i] = load(rows[i * stride + d]);
     }
   }
+  for (; c < columns; ++c) {
+    for (std::int64_t d = begin; d < end; ++d)
+      out[d * kPanelStride + c] = load(in[(first + c) * stride + d]);
+  }
+}
+
+// `columns` columns from `first` as panels [k, kPanelStride], one per tile.
+template <typename Storage, typename T>
+void pack(const Operand& operand, std::int64_t k, std::int64_t first, std::int64_t columns, T* out) {
+  constexpr std::int64_t kBlock = 64;
+#pragma omp parallel for collapse(2) schedule(static) if (k * columns > kSerialElements)
+  for (std::int64_t column = 0; column < columns; column += kMatmulTile) {
+    for (std::int64_t depth = 0; depth < k; depth += kBlock) {
+      pack_block<Storage>(operand, depth, std::min(k, depth + kBlock), first + column,
+                          std::min(kMatmulTile, columns - column),
+                          out + column / kMatmulTile * k * kPanelStride);
+    }
+  }
+}
+
+Shape panels_shape(std::int64_t columns, std::int64_t k) {
+  return {(std::min(columns, kSlab) + kMatmulTile - 1) / kMatmulTile, k, kPanelStride};
 }
 
 template <typename T>
@@ -76,17 +117,18 @@ void pack_as(const Operand& operand, std::int64_t k, std::int64_t first, std::in
 }
 
 template <typename T>
-struct Panel {
+struct Panels {
   const T* data;
-  std::int64_t stride;
+  std::int64_t step;  // from one tile's first element to the next tile's
+  const T* at(std::int64_t column) const { return data + column / kMatmulTile * step; }
 };
 
 template <typename T>
-Panel<T> panel(const Operand& operand, std::int64_t k, std::int64_t first, std::int64_t columns,
-               const Tensor& packed) {
-  if (operand.direct) return {operand.tensor.as<T>() + first, operand.tensor.width()};
+Panels<T> panels(const Operand& operand, std::int64_t k, std::int64_t first, std::int64_t columns,
+                 const Tensor& packed) {
+  if (operand.direct) return {operand.tensor.as<T>() + first, kMatmulTile};
   pack_as(operand, k, first, columns, packed.as<T>());
-  return {packed.as<T>(), columns};
+  return {packed.as<T>(), k * kPanelStride};
 }
 
 // The plain loop for double: a [k, rows], b [k, columns].
@@ -134,11 +176,11 @@ void for_each_slab(const Extents& e, Visit visit) {
 
 // Strides of the tiles of `slab`; a tile of a BF16 result is made in a buffer of its own first.
 MatmulTile strides_of(const Operand& a, const Operand& b, const Tensor& c, ElementType compute,
-                      const Slab& slab, std::int64_t k, bool accumulate) {
+                      std::int64_t k, bool accumulate) {
   MatmulTile tile;
   tile.depth = k;
-  tile.a_stride = a.direct ? a.tensor.width() : slab.rows;
-  tile.b_stride = b.direct ? b.tensor.width() : slab.columns;
+  tile.a_stride = a.direct ? a.tensor.width() : kPanelStride;
+  tile.b_stride = b.direct ? b.tensor.width() : kPanelStride;
   tile.c_stride = c.type == compute ? c.width() : kMatmulTile;
   tile.accumulate = accumulate;
   return tile;
@@ -171,8 +213,8 @@ void round_tile(const float* buffer, const MatmulTile& tile, Bf16* c, std::int64
   }
 }
 
-void multiply_slab(const Slab& slab, const MatmulTile& strides, const Panel<float>& a,
-                   const Panel<float>& b, const Tensor& c, float* buffers, std::byte* scratch,
+void multiply_slab(const Slab& slab, const MatmulTile& strides, const Panels<float>& a,
+                   const Panels<float>& b, const Tensor& c, float* buffers, std::byte* scratch,
                    std::int64_t scratch_per_thread, int threads) {
   Primitives primitives = primitives_of(slab, strides);
   const std::int64_t across = (slab.columns + kMatmulTile - 1) / kMatmulTile;
@@ -192,24 +234,24 @@ void multiply_slab(const Slab& slab, const MatmulTile& strides, const Panel<floa
           *primitives.at(tile.rows < kMatmulTile, tile.columns < kMatmulTile);
       const std::int64_t offset = (slab.first_row + row) * c.width() + slab.first_column + column;
       if (exact != nullptr) {
-        run(primitive, a.data + row, b.data + column, exact + offset, my_scratch);
+        run(primitive, a.at(row), b.at(column), exact + offset, my_scratch);
         continue;
       }
       float* buffer = buffers + thread * kMatmulTile * kMatmulTile;
       if (tile.accumulate) widen_tile(rounded + offset, c.width(), tile, buffer);
-      run(primitive, a.data + row, b.data + column, buffer, my_scratch);
+      run(primitive, a.at(row), b.at(column), buffer, my_scratch);
       round_tile(buffer, tile, rounded + offset, c.width());
     }
   }
 }
 
-void multiply_slab(const Slab& slab, const MatmulTile& strides, const Panel<double>& a,
-                   const Panel<double>& b, const Tensor& c) {
+void multiply_slab(const Slab& slab, const MatmulTile& strides, const Panels<double>& a,
+                   const Panels<double>& b, const Tensor& c) {
   double* out = c.as<double>();
 #pragma omp parallel for collapse(2) schedule(static) if (slab.rows * slab.columns > kSerialElements)
   for (std::int64_t row = 0; row < slab.rows; row += kMatmulTile) {
     for (std::int64_t column = 0; column < slab.columns; column += kMatmulTile) {
-      multiply_tile(tile_of(slab, row, column, strides), a.data + row, b.data + column,
+      multiply_tile(tile_of(slab, row, column, strides), a.at(row), b.at(column),
                     out + (slab.first_row + row) * c.width() + slab.first_column + column);
     }
   }
@@ -220,7 +262,7 @@ std::int64_t scratch_per_thread(const Operand& a, const Operand& b, const Tensor
                                 bool accumulate) {
   std::size_t most = 0;
   for_each_slab(e, [&](const Slab& slab) {
-    const MatmulTile strides = strides_of(a, b, c, ElementType::kFp32, slab, e.k, accumulate);
+    const MatmulTile strides = strides_of(a, b, c, ElementType::kFp32, e.k, accumulate);
     for (const OnednnMatmul* primitive : primitives_of(slab, strides).of) {
       if (primitive != nullptr) most = std::max(most, scratch_bytes(*primitive));
     }
@@ -251,8 +293,8 @@ void CpuBackend::matmul(const Context& context, const Tensor& a, Transpose trans
   const Arena::Scope scope(context.workspace);
   const Operand left = operand_of(a, flip_a, compute), right = operand_of(b, !flip_b, compute);
   Tensor packed_a, packed_b, buffers;
-  if (!left.direct) packed_a = context.workspace.take(compute, Shape{e.k, std::min(e.m, kSlab)});
-  if (!right.direct) packed_b = context.workspace.take(compute, Shape{e.k, std::min(e.n, kSlab)});
+  if (!left.direct) packed_a = context.workspace.take(compute, panels_shape(e.m, e.k));
+  if (!right.direct) packed_b = context.workspace.take(compute, panels_shape(e.n, e.k));
   const int threads = omp_get_max_threads();
   if (c.type != compute) {
     buffers = context.workspace.take(compute, Shape{threads, kMatmulTile, kMatmulTile});
@@ -266,13 +308,13 @@ void CpuBackend::matmul(const Context& context, const Tensor& a, Transpose trans
   if (context.workspace.is_measuring()) return;
 
   const auto multiply = [&]<typename T>() {
-    Panel<T> rows{};
+    Panels<T> rows{};
     std::int64_t rows_of = -1;
     for_each_slab(e, [&](const Slab& slab) {
-      if (slab.first_row != rows_of) rows = panel<T>(left, e.k, slab.first_row, slab.rows, packed_a);
+      if (slab.first_row != rows_of) rows = panels<T>(left, e.k, slab.first_row, slab.rows, packed_a);
       rows_of = slab.first_row;
-      const Panel<T> columns = panel<T>(right, e.k, slab.first_column, slab.columns, packed_b);
-      const MatmulTile strides = strides_of(left, right, c, compute, slab, e.k, accumulate);
+      const Panels<T> columns = panels<T>(right, e.k, slab.first_column, slab.columns, packed_b);
+      const MatmulTile strides = strides_of(left, right, c, compute, e.k, accumulate);
       if constexpr (std::is_same_v<T, double>) {
         multiply_slab(slab, strides, rows, columns, c);
       } else {
