@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/json_text.h"
 #include "train/trainer.h"
 
 namespace agoq {
@@ -112,7 +113,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
     }
     json["layers"].push_back(std::move(layers));
   }
-  return json.dump(2);
+  return to_text(json);
 }
 
 }  // namespace agoq
