@@ -10,8 +10,7 @@ target_compile_options(agoq_flags INTERFACE
   -ffp-contract=off -fno-math-errno
   # Changes no result: it says that nobody reads the FP exception flags, without which GCC will not turn
   # a clamp or a choice between two floats into a vector select (e4m3 encodes 4 times as fast with it).
-  -fno-trapping-math
-  $<$<CONFIG:Release>:-O3>)
+  -fno-trapping-math)
 target_link_libraries(agoq_flags INTERFACE fmt::fmt OpenMP::OpenMP_CXX Threads::Threads)
 if(AGOQ_SANITIZE)
   target_compile_options(agoq_flags INTERFACE -fsanitize=${AGOQ_SANITIZE} -fno-omit-frame-pointer -g

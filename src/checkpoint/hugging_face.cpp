@@ -11,6 +11,7 @@
 
 #include "backend/backend.h"
 #include "checkpoint/durable_file.h"
+#include "checkpoint/json_text.h"
 #include "checkpoint/strict_json.h"
 #include "core/error.h"
 #include "model/parameters.h"
@@ -129,7 +130,7 @@ class Section {
   const std::string& source() const { return source_; }
 
   static std::string shown(const Json& value) {
-    return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace));
+    return printable_json(value);
   }
 
  private:
@@ -287,7 +288,7 @@ std::string to_config_json(const HuggingFaceConfig& config) {
                               {"original_max_position_embeddings", model.rope.original_positions}};
       break;
   }
-  return json.dump(2) + "\n";
+  return to_text(json) + "\n";
 }
 
 HuggingFaceConfig parse_config_json(std::string_view text, const std::string& source) {

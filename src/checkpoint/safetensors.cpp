@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "checkpoint/durable_file.h"
+#include "checkpoint/json_text.h"
 #include "checkpoint/strict_json.h"
 #include "core/error.h"
 
@@ -312,7 +313,7 @@ void write_safetensors(const std::string& path, const std::vector<SafetensorsSou
   }
   std::string text;
   try {
-    text = header.dump();
+    text = to_text(header, -1);
   } catch (const Json::exception&) {
     fail("a name or a metadata text for '{}' is not UTF-8", path);
   }

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <numbers>
 
+#include "checkpoint/json_text.h"
 #include "cli/command.h"
 #include "cli/table.h"
 #include "train/inference.h"
@@ -39,7 +40,7 @@ void evaluate(const EvalArguments& arguments) {
     json["loss"] = result.loss;
     json["perplexity"] = std::exp(result.loss);
     json["bits_per_token"] = bits;
-    fmt::print("{}\n", json.dump(2));
+    fmt::print("{}\n", to_text(json));
     return;
   }
   Table table({{}, {"", Align::kRight}});

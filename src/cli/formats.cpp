@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/format_error.h"
+#include "checkpoint/json_text.h"
 #include "cli/table.h"
 
 namespace agoq {
@@ -130,7 +131,7 @@ void print_json(const std::vector<FormatRow>& rows) {
   nlohmann::ordered_json json;
   json["samples"] = kSamples;
   json["formats"] = std::move(list);
-  fmt::print("{}\n", json.dump(2));
+  fmt::print("{}\n", to_text(json));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "backend/backend.h"
+#include "checkpoint/json_text.h"
 #include "cli/build_info.h"
 #include "cli/command.h"
 #include "cli/table.h"
@@ -72,7 +73,7 @@ void print_info_json() {
   json["available_memory_bytes"] = available_memory();
   json["memory_probe"] = memory_probe_available();
   for (const auto& [name, version] : build.libraries) json["libraries"][name] = version;
-  fmt::print("{}\n", json.dump(2));
+  fmt::print("{}\n", to_text(json));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/durable_file.h"
+#include "checkpoint/json_text.h"
 #include "cli/command.h"
 #include "cli/summary_table.h"
 #include "core/error.h"
@@ -33,9 +34,9 @@ void report(const ReportArguments& arguments) {
     const std::string name = run_name(directory);
     check_input(!json.contains(name), "two runs are called '{}': give runs whose folders differ in name", name);
     runs.push_back({name, read_summary(directory)});
-    json[name] = nlohmann::ordered_json::parse(to_json(runs.back().summary));
+    json[name] = parse_json(to_json(runs.back().summary));
   }
-  const std::string text = json.dump(2) + "\n";
+  const std::string text = to_text(json) + "\n";
   if (!arguments.out.empty()) write_durably(arguments.out, text);
   fmt::print("{}", arguments.json ? text : summary_table(runs));
 }

@@ -22,14 +22,14 @@ const Field& read(Access<Field> access, const RunConfig& config) {
 constexpr std::int64_t kLargest = std::int64_t{1} << 53;
 
 template <typename Field>
-ConfigKey integer(std::string section, std::string name, Access<Field> access, std::int64_t least,
-                  std::int64_t largest, std::string description) {
+ConfigKey integer(std::string_view section, std::string_view name, Access<Field> access, std::int64_t least,
+                  std::int64_t largest, std::string_view description) {
   std::string allowed = largest == kLargest ? fmt::format("an integer from {}", least)
                                             : fmt::format("an integer from {} to {}", least, largest);
-  return {std::move(section),
-          std::move(name),
+  return {std::string(section),
+          std::string(name),
           std::move(allowed),
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting {
             return static_cast<std::int64_t>(read(access, config));
           },
@@ -64,12 +64,12 @@ constexpr Range kNotNegative{0, kInfinity};
 constexpr Range kFraction{0, 1};
 constexpr Range kBelowOne{0, 1, false, true};
 
-ConfigKey real(std::string section, std::string name, Access<double> access, Range range,
-               std::string description) {
-  return {std::move(section),
-          std::move(name),
+ConfigKey real(std::string_view section, std::string_view name, Access<double> access, Range range,
+               std::string_view description) {
+  return {std::string(section),
+          std::string(name),
           range.to_string(),
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access, range](RunConfig& config, const Setting& setting) {
             const double value = std::get<double>(setting);
@@ -79,11 +79,11 @@ ConfigKey real(std::string section, std::string name, Access<double> access, Ran
           }};
 }
 
-ConfigKey boolean(std::string section, std::string name, Access<bool> access, std::string description) {
-  return {std::move(section),
-          std::move(name),
+ConfigKey boolean(std::string_view section, std::string_view name, Access<bool> access, std::string_view description) {
+  return {std::string(section),
+          std::string(name),
           "true or false",
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
             access(config) = std::get<bool>(setting);
@@ -91,12 +91,12 @@ ConfigKey boolean(std::string section, std::string name, Access<bool> access, st
           }};
 }
 
-ConfigKey text(std::string section, std::string name, Access<std::string> access,
-               std::string description) {
-  return {std::move(section),
-          std::move(name),
+ConfigKey text(std::string_view section, std::string_view name, Access<std::string> access,
+               std::string_view description) {
+  return {std::string(section),
+          std::string(name),
           "a string that is not empty",
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
             const auto& value = std::get<std::string>(setting);
@@ -106,12 +106,12 @@ ConfigKey text(std::string section, std::string name, Access<std::string> access
           }};
 }
 
-ConfigKey texts(std::string section, std::string name, Access<std::vector<std::string>> access,
-                std::string description) {
-  return {std::move(section),
-          std::move(name),
+ConfigKey texts(std::string_view section, std::string_view name, Access<std::vector<std::string>> access,
+                std::string_view description) {
+  return {std::string(section),
+          std::string(name),
           "a list of strings that are not empty",
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config); },
           [access](RunConfig& config, const Setting& setting) {
             const auto& values = std::get<std::vector<std::string>>(setting);
@@ -124,16 +124,16 @@ ConfigKey texts(std::string section, std::string name, Access<std::vector<std::s
 }
 
 template <typename Enum>
-ConfigKey choice(std::string section, std::string name, Access<Enum> access,
-                 std::vector<std::pair<std::string, Enum>> choices, std::string description) {
+ConfigKey choice(std::string_view section, std::string_view name, Access<Enum> access,
+                 std::vector<std::pair<std::string, Enum>> choices, std::string_view description) {
   std::string allowed = "one of";
   for (const auto& [word, value] : choices) {
     allowed += (allowed == "one of" ? " \"" : ", \"") + word + "\"";
   }
-  return {std::move(section),
-          std::move(name),
+  return {std::string(section),
+          std::string(name),
           std::move(allowed),
-          std::move(description),
+          std::string(description),
           [access, choices](const RunConfig& config) -> Setting {
             for (const auto& [word, value] : choices) {
               if (value == read(access, config)) return word;
@@ -151,12 +151,12 @@ ConfigKey choice(std::string section, std::string name, Access<Enum> access,
 }
 
 // parse_format throws its own Error, which suggests the nearest format.
-ConfigKey format(std::string section, std::string name, Access<QuantFormat> access,
-                 std::string description) {
-  return {std::move(section),
-          std::move(name),
+ConfigKey format(std::string_view section, std::string_view name, Access<QuantFormat> access,
+                 std::string_view description) {
+  return {std::string(section),
+          std::string(name),
           "a format (agoq formats lists them)",
-          std::move(description),
+          std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config).to_string(); },
           [access](RunConfig& config, const Setting& setting) {
             access(config) = parse_format(std::get<std::string>(setting));
@@ -165,12 +165,12 @@ ConfigKey format(std::string section, std::string name, Access<QuantFormat> acce
 }
 
 // Not an Access: which array element a key sets is data.
-ConfigKey role_format(std::string name, SlotRole role, const std::string& what) {
+ConfigKey role_format(std::string_view name, SlotRole role, std::string_view what) {
   const auto index = static_cast<std::size_t>(role);
   return {"activations",
-          std::move(name),
+          std::string(name),
           "\"policy\" or a format (agoq formats lists them)",
-          "format of " + what + "; \"policy\": what the policy says",
+          fmt::format("format of {}; \"policy\": what the policy says", what),
           [index](const RunConfig& config) -> Setting {
             const auto& chosen = config.activations.role_format[index];
             return chosen ? chosen->to_string() : std::string("policy");

@@ -9,7 +9,6 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
-#include <toml.hpp>
 
 #include "core/error.h"
 #include "core/nearest_name.h"
@@ -67,140 +66,6 @@ const ConfigKey& find_key(const std::string& section, const std::string& name,
   fail_input("{}: unknown key {}.{}; did you mean {}?", place, section, name, nearest);
 }
 
-// --- values ---
-
-// toml11 explains over several lines, with the place drawn below; an error here is one line.
-std::string one_line(std::string text) {
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  text.erase(std::unique(text.begin(), text.end(), [](char a, char b) { return a == ' ' && b == ' '; }),
-             text.end());
-  return text;
-}
-
-std::string trimmed(const std::string& text) {
-  const std::size_t begin = text.find_first_not_of(" \t\r");
-  if (begin == std::string::npos) return "";
-  return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
-}
-
-// TOML's text of a value, for messages.
-std::string text_of(const toml::value& value) {
-  return one_line(toml::format(value, 1000, 6, false, true));
-}
-
-// The value as a Setting of the alternative that `like` holds, or as another one when it is of
-// another type: the caller compares.
-Setting to_setting(const toml::value& value, const Setting& like) {
-  if (value.is_boolean()) return value.as_boolean();
-  if (value.is_integer()) {
-    // "learning_rate = 1" means 1.0.
-    if (std::holds_alternative<double>(like)) return static_cast<double>(value.as_integer());
-    return static_cast<std::int64_t>(value.as_integer());
-  }
-  if (value.is_floating()) return static_cast<double>(value.as_floating());
-  if (value.is_string()) return value.as_string().str;
-  if (value.is_array()) {
-    std::vector<std::string> texts;
-    for (const toml::value& element : value.as_array()) {
-      if (!element.is_string()) return false;
-      texts.push_back(element.as_string().str);
-    }
-    if (std::holds_alternative<std::vector<std::string>>(like)) return texts;
-  }
-  return std::holds_alternative<bool>(like) ? Setting(std::int64_t{0}) : Setting(false);
-}
-
-void apply(RunConfig& config, const ConfigKey& key, const toml::value& value, const std::string& place) {
-  const Setting like = key.get(config);
-  const Setting setting = to_setting(value, like);
-  try {
-    if (setting.index() == like.index() && key.set(config, setting)) return;
-  } catch (const Error& error) {
-    throw Error(ErrorKind::kInput, fmt::format("{}: {}: {}", place, key.full_name(), error.what()));
-  }
-  fail_input("{}: {} must be {}, not {}", place, key.full_name(), key.allowed, text_of(value));
-}
-
-std::string place_of(const toml::value& value, const std::string& name) {
-  return fmt::format("{}:{}", name, value.location().line());
-}
-
-// A table's entries in the order of the text, so that the first mistake is reported first: toml11
-// keeps them in a hash table.
-std::vector<std::pair<std::string, toml::value>> in_text_order(const toml::table& table) {
-  std::vector<std::pair<std::string, toml::value>> entries(table.begin(), table.end());
-  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
-    const auto line_a = a.second.location().line();
-    const auto line_b = b.second.location().line();
-    return line_a != line_b ? line_a < line_b : a.first < b.first;
-  });
-  return entries;
-}
-
-// What toml11 found wrong: the sentence after "[error] toml::function:", or what stands at the mark.
-std::string complaint(const toml::exception& error) {
-  std::string text = error.what();
-  const std::string first_line = text.substr(0, text.find('\n'));
-  const std::size_t function = first_line.find("toml::");
-  const std::size_t colon = first_line.find(": ", function == std::string::npos ? 0 : function);
-  std::string sentence = colon == std::string::npos ? first_line : trimmed(first_line.substr(colon + 2));
-  if (sentence.empty()) {
-    const std::size_t mark = text.find("^--- ");
-    if (mark != std::string::npos) {
-      sentence = text.substr(mark + 5, text.find('\n', mark) - mark - 5);
-    }
-  }
-  return sentence.empty() ? "not TOML" : sentence;
-}
-
-toml::value parse_toml(std::string_view text, const std::string& name) {
-  std::istringstream stream{std::string(text)};
-  try {
-    return toml::parse(stream, name);
-  } catch (const toml::exception& error) {
-    fail_input("{}:{}: not valid TOML: {}; the line is: {} (strings stand in quotes)", name,
-               error.location().line(), complaint(error), trimmed(error.location().line_str()));
-  } catch (const std::exception& error) {
-    fail_input("{}: not valid TOML: {}", name, one_line(error.what()));
-  }
-}
-
-// The value of an override. Strings may come without quotes, lists with commas: a shell takes quotes
-// away.
-toml::value parse_override(const std::string& text, const Setting& like, const std::string& place) {
-  const bool quoted = !text.empty() && (text.front() == '"' || text.front() == '\'');
-  if (std::holds_alternative<std::string>(like) && !quoted) return toml::value(text);
-  if (std::holds_alternative<std::vector<std::string>>(like) && !quoted &&
-      (text.empty() || text.front() != '[')) {
-    toml::array elements;
-    std::istringstream stream(text);
-    for (std::string element; std::getline(stream, element, ',');)
-      elements.emplace_back(trimmed(element));
-    return toml::value(elements);
-  }
-  std::istringstream stream("value = " + text + "\n");
-  try {
-    const toml::value parsed = toml::parse(stream, place);
-    if (parsed.as_table().size() == 1) return parsed.at("value");
-  } catch (const std::exception&) {
-    // Falls through: what the key expects says more than what the parser saw.
-  }
-  return toml::value(text);
-}
-
-void apply_override(RunConfig& config, const std::string& assignment) {
-  const std::string place = "--set " + assignment;
-  const std::size_t equals = assignment.find('=');
-  const std::size_t dot = assignment.find('.');
-  check_input(equals != std::string::npos && dot != std::string::npos && dot < equals,
-              "{}: expected section.key=value, for instance train.steps=100", place);
-  const std::string section = trimmed(assignment.substr(0, dot));
-  const std::string name = trimmed(assignment.substr(dot + 1, equals - dot - 1));
-  const ConfigKey& key = find_key(section, name, place);
-  apply(config, key, parse_override(trimmed(assignment.substr(equals + 1)), key.get(config), place),
-        place);
-}
-
 // --- writing ---
 
 std::string quoted(const std::string& text) {
@@ -234,6 +99,62 @@ struct TomlText {
   }
 };
 
+// --- values ---
+
+std::string trimmed(const std::string& text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r");
+  if (begin == std::string::npos) return "";
+  return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
+}
+
+void apply(RunConfig& config, const ConfigKey& key, const TomlValue& value, const std::string& place) {
+  const Setting like = key.get(config);
+  std::optional<Setting> setting = value.setting;
+  // "learning_rate = 1" means 1.0.
+  if (std::holds_alternative<double>(like) && setting && std::holds_alternative<std::int64_t>(*setting))
+    setting = static_cast<double>(std::get<std::int64_t>(*setting));
+  try {
+    if (setting && setting->index() == like.index() && key.set(config, *setting)) return;
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kInput, fmt::format("{}: {}: {}", place, key.full_name(), error.what()));
+  }
+  fail_input("{}: {} must be {}, not {}", place, key.full_name(), key.allowed, value.text);
+}
+
+TomlValue value_of(Setting setting) {
+  std::string text = std::visit(TomlText{}, setting);
+  return {std::move(setting), std::move(text)};
+}
+
+// The value of an override. Strings may come without quotes, lists with commas: a shell takes quotes
+// away.
+TomlValue parse_override(const std::string& text, const Setting& like) {
+  const bool is_quoted = !text.empty() && (text.front() == '"' || text.front() == '\'');
+  if (std::holds_alternative<std::string>(like) && !is_quoted) return value_of(text);
+  if (std::holds_alternative<std::vector<std::string>>(like) && !is_quoted &&
+      (text.empty() || text.front() != '[')) {
+    std::vector<std::string> elements;
+    std::istringstream stream(text);
+    for (std::string element; std::getline(stream, element, ',');) elements.push_back(trimmed(element));
+    return value_of(std::move(elements));
+  }
+  std::optional<TomlValue> parsed = parse_toml_value(text);
+  // Text that is not TOML is no value of this key either: the message is about what the key expects.
+  return parsed ? std::move(*parsed) : value_of(text);
+}
+
+void apply_override(RunConfig& config, const std::string& assignment) {
+  const std::string place = "--set " + assignment;
+  const std::size_t equals = assignment.find('=');
+  const std::size_t dot = assignment.find('.');
+  check_input(equals != std::string::npos && dot != std::string::npos && dot < equals,
+              "{}: expected section.key=value, for instance train.steps=100", place);
+  const std::string section = trimmed(assignment.substr(0, dot));
+  const std::string name = trimmed(assignment.substr(dot + 1, equals - dot - 1));
+  const ConfigKey& key = find_key(section, name, place);
+  apply(config, key, parse_override(trimmed(assignment.substr(equals + 1)), key.get(config)), place);
+}
+
 }  // namespace
 
 void RunConfig::check() const {
@@ -257,15 +178,14 @@ void RunConfig::check() const {
 RunConfig parse_run_config(std::string_view toml, const std::string& name,
                            const std::vector<std::string>& overrides) {
   RunConfig config;
-  const toml::value root = parse_toml(toml, name);
-  for (const auto& [section, table] : in_text_order(root.as_table())) {
-    const std::string place = place_of(table, name);
-    check_input(table.is_table(), "{}: {} stands outside of a section; the sections are {}", place,
-                section, join(section_names()));
-    check_section(section, place);
-    for (const auto& [key, value] : in_text_order(table.as_table())) {
-      const std::string value_place = place_of(value, name);
-      apply(config, find_key(section, key, value_place), value, value_place);
+  for (const TomlSection& section : parse_toml(toml, name)) {
+    const std::string place = fmt::format("{}:{}", name, section.line);
+    check_input(section.is_table, "{}: {} stands outside of a section; the sections are {}", place,
+                section.name, join(section_names()));
+    check_section(section.name, place);
+    for (const TomlEntry& entry : section.entries) {
+      const std::string entry_place = fmt::format("{}:{}", name, entry.line);
+      apply(config, find_key(section.name, entry.name, entry_place), entry.value, entry_place);
     }
   }
   for (const std::string& assignment : overrides) apply_override(config, assignment);

@@ -9,7 +9,6 @@
 #include <functional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
 #include "activations/bit_plan.h"
@@ -17,6 +16,7 @@
 #include "gradients/main_gradients.h"
 #include "model/model_config.h"
 #include "optim/adamw.h"
+#include "train/toml_text.h"
 
 namespace agoq {
 
@@ -58,9 +58,6 @@ struct RunConfig {
   /// already when they come from a file or an override.
   void check() const;
 };
-
-/// A value as TOML has it.
-using Setting = std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
 
 struct ConfigKey {
   std::string section;

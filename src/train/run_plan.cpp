@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/hugging_face.h"
+#include "checkpoint/json_text.h"
 #include "train/memory_probe.h"
 #include "train/trainer.h"
 
@@ -137,7 +138,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
     }
     json["layers"].push_back(std::move(layers));
   }
-  return json.dump(2);
+  return to_text(json);
 }
 
 }  // namespace agoq

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checkpoint/durable_file.h"
+#include "checkpoint/json_text.h"
 #include "train/memory_probe.h"
 #include "train/progress.h"
 #include "train/run_plan.h"
@@ -111,13 +112,13 @@ std::string to_json(const RunSummary& summary) {
   json["peak_bytes_measured"] = summary.peak_bytes_measured;
   json["resident_bytes_grown"] = summary.resident_bytes_grown;
   json["tokens_per_second"] = summary.tokens_per_second;
-  return json.dump(2) + "\n";
+  return to_text(json) + "\n";
 }
 
 RunSummary read_summary(const std::string& directory) {
   const std::string path = directory + "/summary.json";
   check_input(std::filesystem::exists(path), "{} has no summary.json: the run has not finished", directory);
-  const nlohmann::json json = nlohmann::json::parse(read_text(path, std::size_t{1} << 20), nullptr, false);
+  const nlohmann::ordered_json json = parse_json(read_text(path, std::size_t{1} << 20));
   check_input(json.is_object(), "{} is not a JSON object: remove it and run again", path);
   RunSummary summary;
   try {
