@@ -78,7 +78,8 @@ class GradientFidelity : public ::testing::Test {
     for (std::int64_t step = 0; step < config.run.steps; ++step) {
       trainer.begin_step();
       for (std::int64_t m = 0; m < config.run.micro_batches; ++m, next += config.run.micro_batch) {
-        data.fill(Split::kTraining, config.run.seed, next, config.run.micro_batch, config.run.sequence, batch);
+        data.fill(Split::kTraining, config.run.seed, next, config.run.micro_batch, config.run.sequence,
+                  batch);
         trainer.micro_batch(batch);
       }
       trainer.finish_step();
@@ -100,7 +101,9 @@ class GradientFidelity : public ::testing::Test {
     HostBatch one;
     for (std::int64_t s = 0; s < kSequences; ++s) {
       data.fill(Split::kValidation, 0, s * stride, 1, sequence, one);
-      const auto append = [](auto& to, const auto& from) { to.insert(to.end(), from.begin(), from.end()); };
+      const auto append = [](auto& to, const auto& from) {
+        to.insert(to.end(), from.begin(), from.end());
+      };
       append(all.tokens, one.tokens);
       append(all.targets, one.targets);
       append(all.weights, one.weights);
@@ -121,7 +124,8 @@ class GradientFidelity : public ::testing::Test {
 
   /// The gradient of the fixed batch under a policy and format, parameter after parameter. kBroken:
   /// every saved byte has its lowest bit changed before the backward pass.
-  static std::vector<std::vector<float>> gradient(SavePolicy policy, const std::string& format, Codec codec) {
+  static std::vector<std::vector<float>> gradient(SavePolicy policy, const std::string& format,
+                                                  Codec codec) {
     RunConfig config = trained_->config;
     config.activations.policy = policy;
     config.activations.format = parse_format(format);
@@ -184,7 +188,8 @@ class GradientFidelity : public ::testing::Test {
     Fidelity fidelity;
     fidelity.cosine = dot / std::sqrt(norm * whole.reference);
     fidelity.whole = std::sqrt(whole.difference / whole.reference);
-    for (const auto& [kind, sums] : kinds) fidelity.kinds[kind] = std::sqrt(sums.difference / sums.reference);
+    for (const auto& [kind, sums] : kinds)
+      fidelity.kinds[kind] = std::sqrt(sums.difference / sums.reference);
     return fidelity;
   }
 
@@ -199,16 +204,18 @@ HostBatch GradientFidelity::batch_;
 std::vector<std::vector<float>> GradientFidelity::reference_;
 
 TEST_F(GradientFidelity, StaysWithinTheBoundsOfEachFormatAndInTheirOrder) {
-  fmt::print("{:18} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}\n", "activations", "cosine", "L2", "qkv", "o",
-             "gate/up", "down", "norms");
+  fmt::print("{:18} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}\n", "activations", "cosine", "L2", "qkv",
+             "o", "gate/up", "down", "norms");
   double previous = 0;
   for (const Setting& setting : settings()) {
     const Fidelity found = compare(gradient(setting.policy, setting.format, Codec::kRight));
     const auto of = [&](ParameterKind kind) { return found.kinds.at(kind); };
-    fmt::print("{:18} {:8.5f} {:8.4f} {:8.4f} {:8.4f} {:8.4f} {:8.4f} {:8.4f}\n", setting.name, found.cosine,
-               found.whole, of(ParameterKind::kQkv), of(ParameterKind::kAttentionOutput),
+    fmt::print("{:18} {:8.5f} {:8.4f} {:8.4f} {:8.4f} {:8.4f} {:8.4f} {:8.4f}\n", setting.name,
+               found.cosine, found.whole, of(ParameterKind::kQkv), of(ParameterKind::kAttentionOutput),
                of(ParameterKind::kGateUp), of(ParameterKind::kDown), of(ParameterKind::kNorm));
-    if (setting.policy == SavePolicy::kAgoq) { EXPECT_GE(found.cosine, 0.99) << setting.name; }
+    if (setting.policy == SavePolicy::kAgoq) {
+      EXPECT_GE(found.cosine, 0.99) << setting.name;
+    }
     EXPECT_LE(of(ParameterKind::kQkv), 1.5 * setting.qkv) << setting.name;
     EXPECT_LE(of(ParameterKind::kAttentionOutput), 1.5 * setting.o) << setting.name;
     EXPECT_LE(of(ParameterKind::kGateUp), 1.5 * setting.gate_up) << setting.name;

@@ -105,7 +105,8 @@ TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
   EXPECT_LT(k.validation_loss, k.order1_byte_loss);
   EXPECT_LT(a.validation_loss, 1.03 * k.validation_loss);
   EXPECT_LT(a.saved_activation_bytes * 2, k.saved_activation_bytes);
-  EXPECT_LT(static_cast<double>(a.main_gradient_bytes), 0.30 * static_cast<double>(k.main_gradient_bytes));
+  EXPECT_LT(static_cast<double>(a.main_gradient_bytes),
+            0.30 * static_cast<double>(k.main_gradient_bytes));
 }
 
 TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
@@ -196,7 +197,8 @@ TEST(TrainingRun, SavesAndStopsOnSigterm) {
   const std::string metrics = config.run.directory + "/metrics.jsonl";
   // Once the first steps are in the metrics.
   std::thread sender([&] {
-    for (int i = 0; i < 600 && (!fs::exists(metrics) || fs::file_size(metrics) < 500); ++i) usleep(100000);
+    for (int i = 0; i < 600 && (!fs::exists(metrics) || fs::file_size(metrics) < 500); ++i)
+      usleep(100000);
     kill(getpid(), SIGTERM);
   });
   const RunSummary summary = train(config);

@@ -27,7 +27,8 @@ LayerFrame::Entry& LayerFrame::mark_saved(int slot) {
 LayerFrame::Entry& LayerFrame::mark_loaded(int slot) {
   Entry& found = entry(slot);
   check(found.saved, "{} was asked for and never saved: the plan {} it",
-        store_.name_of_slot(layer_, static_cast<std::size_t>(slot)), found.packed ? "keeps" : "recomputes");
+        store_.name_of_slot(layer_, static_cast<std::size_t>(slot)),
+        found.packed ? "keeps" : "recomputes");
   found.loaded = true;
   return found;
 }
@@ -76,7 +77,8 @@ Tensor LayerFrame::load_if_kept(const Context& context, int slot) {
 
 RandomKey LayerFrame::key(const Context& context, int slot) const {
   entry(slot);
-  const auto tensor = static_cast<std::uint32_t>(store_.first_row_[layer_]) + static_cast<std::uint32_t>(slot);
+  const auto tensor =
+      static_cast<std::uint32_t>(store_.first_row_[layer_]) + static_cast<std::uint32_t>(slot);
   return context.random.with(RandomPurpose::kActivationRounding, tensor);
 }
 
@@ -89,8 +91,8 @@ Tensor LayerFrame::counters(int slot) const {
 ActivationStore::ActivationStore(Arena& arena, std::vector<LayerSlots> layers, BitPlan plan,
                                  std::int64_t tokens, std::int64_t frames)
     : layers_(std::move(layers)), plan_(std::move(plan)), tokens_(tokens) {
-  check(plan_.layers.size() == layers_.size(), "a plan for {} layers was given for {}", plan_.layers.size(),
-        layers_.size());
+  check(plan_.layers.size() == layers_.size(), "a plan for {} layers was given for {}",
+        plan_.layers.size(), layers_.size());
   std::size_t rows = 0;
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     check(plan_.layers[l].slots.size() == layers_[l].size(), "layer {} has {} slots, its plan {}", l,
@@ -178,9 +180,9 @@ std::vector<ActivationStore::NamedCounts> ActivationStore::read_counters(const C
   std::vector<NamedCounts> named;
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     for (std::size_t s = 0; s < layers_[l].size(); ++s) {
-      const QuantCounts counts = read_counts(
-          context, counters_.slice_rows(static_cast<std::int64_t>(first_row_[l] + s),
-                                        static_cast<std::int64_t>(first_row_[l] + s + 1)));
+      const QuantCounts counts =
+          read_counts(context, counters_.slice_rows(static_cast<std::int64_t>(first_row_[l] + s),
+                                                    static_cast<std::int64_t>(first_row_[l] + s + 1)));
       if (counts.any()) named.push_back({name_of_slot(l, s), counts});
     }
   }

@@ -110,7 +110,8 @@ class ActivationStore {
     std::vector<std::vector<LayerFrame::Entry>> layers;
   };
   std::string name_of_slot(std::size_t layer, std::size_t slot) const;
-  std::vector<LayerFrame::Entry> place_layer(Arena& arena, std::size_t layer, const LayerPlan& plan) const;
+  std::vector<LayerFrame::Entry> place_layer(Arena& arena, std::size_t layer,
+                                             const LayerPlan& plan) const;
 
   std::vector<LayerSlots> layers_;
   BitPlan plan_;

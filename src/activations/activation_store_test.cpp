@@ -27,7 +27,8 @@ class ActivationStoreTest : public ::testing::Test {
   ActivationStore store(SavePolicy policy, std::int64_t frames = 1) {
     ActivationConfig config;
     config.policy = policy;
-    return ActivationStore(arena_, example_layers(), make_bit_plan(example_layers(), config), kTokens, frames);
+    return ActivationStore(arena_, example_layers(), make_bit_plan(example_layers(), config), kTokens,
+                           frames);
   }
   Tensor values(std::int64_t width, float first) {
     const Tensor tensor = workspace_.take(ElementType::kFp32, Shape{kTokens, width});

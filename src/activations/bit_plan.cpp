@@ -29,12 +29,9 @@ SlotPlan plan_slot(const SaveSlot& slot, const ActivationConfig& config) {
           break;
         case SlotRole::kQkv:
         case SlotRole::kAttentionOutput:
-        case SlotRole::kLogSumExp:
-          break;
+        case SlotRole::kLogSumExp: break;
         case SlotRole::kNormOutput:
-        case SlotRole::kMlpHidden:
-          plan.action = SlotAction::kRecompute;
-          break;
+        case SlotRole::kMlpHidden: plan.action = SlotAction::kRecompute; break;
         case SlotRole::kRstd:
           if (!config.keep_rstd) plan.action = SlotAction::kRecompute;
           break;
@@ -89,7 +86,8 @@ SavePolicy parse_save_policy(std::string_view text) {
   for (const SavePolicy policy : kPolicies) {
     if (name_of(policy) == text) return policy;
   }
-  fail_input("a save policy is one of keep, exact, agoq, recompute, uniform; '{}' is none of them", text);
+  fail_input("a save policy is one of keep, exact, agoq, recompute, uniform; '{}' is none of them",
+             text);
 }
 
 BitPlan make_bit_plan(const std::vector<LayerSlots>& layers, const ActivationConfig& config) {
@@ -102,8 +100,8 @@ BitPlan make_bit_plan(const std::vector<LayerSlots>& layers, const ActivationCon
   BitPlan plan;
   const auto blocks = static_cast<std::int64_t>(layers.size()) - 1;
   check_input(0 <= config.recompute_layers && config.recompute_layers <= blocks,
-              "activations.recompute_layers is from 0 to the {} layers of the model; {} was given", blocks,
-              config.recompute_layers);
+              "activations.recompute_layers is from 0 to the {} layers of the model; {} was given",
+              blocks, config.recompute_layers);
   for (std::int64_t l = 0; l < static_cast<std::int64_t>(layers.size()); ++l) {
     const LayerSlots& slots = layers[static_cast<std::size_t>(l)];
     const bool is_block = l < blocks;

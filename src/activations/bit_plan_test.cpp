@@ -61,7 +61,9 @@ TEST(BitPlan, ExactKeepsTheSlotsOfAgoqUnquantised) {
   const BitPlan agoq = make_bit_plan(example_layers(), with_policy(SavePolicy::kAgoq));
   EXPECT_EQ(actions(exact.layers[0]), actions(agoq.layers[0]));
   for (const SlotPlan& slot : exact.layers[0].slots) {
-    if (slot.action == SlotAction::kKeep) { EXPECT_TRUE(slot.format.is_exact()); }
+    if (slot.action == SlotAction::kKeep) {
+      EXPECT_TRUE(slot.format.is_exact());
+    }
   }
 }
 

@@ -26,7 +26,9 @@ std::vector<std::byte> bytes_of(const QuantTensor& tensor) {
   all.insert(all.end(), tensor.scales, tensor.scales + bytes.scales * tensor.rows());
   return all;
 }
-std::vector<std::byte> bytes_of(const Tensor& tensor) { return {tensor.data, tensor.data + tensor.bytes()}; }
+std::vector<std::byte> bytes_of(const Tensor& tensor) {
+  return {tensor.data, tensor.data + tensor.bytes()};
+}
 
 class AdamwUpdate : public testing::Test {
  protected:
@@ -35,7 +37,8 @@ class AdamwUpdate : public testing::Test {
   Context context_{cpu_backend(), {}, workspace_, {.seed = 3}};
   const RandomKey key_ = RandomKey{.seed = 9, .step = 4}.with(RandomPurpose::kWeightRounding, 6);
 
-  QuantTensor quantised(const QuantFormat& format, const BlockGrid& grid, const std::vector<float>& values) {
+  QuantTensor quantised(const QuantFormat& format, const BlockGrid& grid,
+                        const std::vector<float>& values) {
     const Tensor source = memory_.take(ElementType::kFp32, Shape{grid.rows, grid.row_length});
     std::copy(values.begin(), values.end(), source.as<float>());
     const QuantTensor tensor = take(memory_, format, grid);
@@ -62,10 +65,11 @@ TEST_F(AdamwUpdate, IsDequantiseUpdateQuantise) {
   step.weight_decay = 0.1;
   step.gradient_scale = 0.25;
   step.step = 3;
-  const std::vector<QuantFormat> gradient_formats{parse_format("e4m3/128/fp32"), parse_format("int8/128/fp32"),
-                                                  parse_format("nf4/32/two-level"), parse_format("bf16"),
-                                                  parse_format("fp32")};
-  for (const GridCase& c : {GridCase{5, 1, 1}, GridCase{1, 300, 1}, GridCase{40, 257, 1}, GridCase{7, 320, 4}}) {
+  const std::vector<QuantFormat> gradient_formats{
+      parse_format("e4m3/128/fp32"), parse_format("int8/128/fp32"), parse_format("nf4/32/two-level"),
+      parse_format("bf16"), parse_format("fp32")};
+  for (const GridCase& c :
+       {GridCase{5, 1, 1}, GridCase{1, 300, 1}, GridCase{40, 257, 1}, GridCase{7, 320, 4}}) {
     const BlockGrid grid{c.rows, c.columns, c.segments};
     const auto count = static_cast<std::size_t>(grid.count());
     std::vector<float> gradient(count), first(count), second(count), master(count);
@@ -100,7 +104,8 @@ TEST_F(AdamwUpdate, IsDequantiseUpdateQuantise) {
           const float scaled = 0.25f * g[i];
           m[i] = m[i] + static_cast<float>(1 - 0.9) * (scaled - m[i]);
           v[i] = 0.95f * v[i] + static_cast<float>(1 - 0.95) * scaled * scaled;
-          p[i] = static_cast<float>(1 - 1e-2 * 0.1) * p[i] - rate * (m[i] / (std::sqrt(v[i]) * correction + 1e-8f));
+          p[i] = static_cast<float>(1 - 1e-2 * 0.1) * p[i] -
+                 rate * (m[i] / (std::sqrt(v[i]) * correction + 1e-8f));
         }
         if (quantised_moments) {  // non-zero elements do not round to zero
           for (std::int64_t row = 0; row < c.rows; ++row) {
@@ -117,16 +122,23 @@ TEST_F(AdamwUpdate, IsDequantiseUpdateQuantise) {
         }
         context_.backend.adamw_update(context_, tensors, step, key_);
 
-        const std::string name = gradient_format.to_string() + (quantised_moments ? " 8-bit " : " fp32 ") +
-                                 std::to_string(c.rows) + "x" + std::to_string(c.columns);
+        const std::string name = gradient_format.to_string() +
+                                 (quantised_moments ? " 8-bit " : " fp32 ") + std::to_string(c.rows) +
+                                 "x" + std::to_string(c.columns);
         for (std::size_t i = 0; i < count; ++i) {
-          ASSERT_EQ(join_master(tensors.weight.as<Bf16>()[i], tensors.master.as<std::int16_t>()[i]), p[i])
+          ASSERT_EQ(join_master(tensors.weight.as<Bf16>()[i], tensors.master.as<std::int16_t>()[i]),
+                    p[i])
               << name << " element " << i;
         }
-        EXPECT_EQ(bytes_of(tensors.first_moment), bytes_of(quantised(tensors.first_moment.format, grid, m))) << name;
-        EXPECT_EQ(bytes_of(tensors.second_moment), bytes_of(quantised(tensors.second_moment.format, grid, v))) << name;
+        EXPECT_EQ(bytes_of(tensors.first_moment),
+                  bytes_of(quantised(tensors.first_moment.format, grid, m)))
+            << name;
+        EXPECT_EQ(bytes_of(tensors.second_moment),
+                  bytes_of(quantised(tensors.second_moment.format, grid, v)))
+            << name;
         const std::vector<float> stored = decoded(tensors.second_moment);
-        for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(stored[i] > 0.0f, v[i] > 0.0f) << name << " element " << i;
+        for (std::size_t i = 0; i < count; ++i)
+          ASSERT_EQ(stored[i] > 0.0f, v[i] > 0.0f) << name << " element " << i;
       }
     }
   }
@@ -135,7 +147,8 @@ TEST_F(AdamwUpdate, IsDequantiseUpdateQuantise) {
 TEST_F(AdamwUpdate, MovesAnFp64WeightByFp64ArithmeticWhateverTheGradientsFormat) {
   const BlockGrid grid{16, 256, 1};
   std::vector<float> gradient(4096);
-  for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(normal(7, static_cast<std::int64_t>(i)));
+  for (std::size_t i = 0; i < gradient.size(); ++i)
+    gradient[i] = static_cast<float>(normal(7, static_cast<std::int64_t>(i)));
   AdamwTensors tensors;
   tensors.gradient = quantised(parse_format("e4m3/128/fp32"), grid, gradient);
   tensors.first_moment = quantised(kSigned, grid, std::vector<float>(4096, 0.0f));
@@ -155,7 +168,8 @@ TEST_F(AdamwUpdate, MovesAnFp64WeightByFp64ArithmeticWhateverTheGradientsFormat)
 TEST_F(AdamwUpdate, BytesDoNotDependOnTheNumberOfThreads) {
   const BlockGrid grid{61, 300, 2};
   std::vector<float> gradient(static_cast<std::size_t>(grid.count()));
-  for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(normal(8, static_cast<std::int64_t>(i)));
+  for (std::size_t i = 0; i < gradient.size(); ++i)
+    gradient[i] = static_cast<float>(normal(8, static_cast<std::int64_t>(i)));
   QuantFormat first_format = kSigned;
   QuantFormat second_format = kUnsigned;
   first_format.rounding = second_format.rounding = Rounding::kStochastic;

@@ -46,7 +46,7 @@ struct AttentionShape {
 /// Cumulative document lengths: document d holds tokens [starts[d], starts[d + 1]); a token attends
 /// to itself and to earlier tokens of its document only. starts[0] = 0, starts[count] = N.
 struct Documents {
-  Tensor starts;             // int32 [count + 1 or more], backend memory
+  Tensor starts;  // int32 [count + 1 or more], backend memory
   std::int64_t count = 0;
   std::int64_t longest = 0;  // tokens; an upper bound will do
 };
@@ -82,8 +82,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;         // "cpu", "cuda"
-  virtual std::string description() const = 0;       // one line for `agoq info`
+  virtual std::string_view name() const = 0;    // "cpu", "cuda"
+  virtual std::string description() const = 0;  // one line for `agoq info`
   virtual Allocator& allocator() = 0;
 
   // --- data movement ---
@@ -97,7 +97,8 @@ class Backend {
   virtual void add(const Context&, const Tensor& a, const Tensor& b, const Tensor& sum) = 0;
 
   // --- matrices ---
-  /// c = op(a) op(b) (+ c if accumulate), row-major matrices [rows(), width()]; op transposes on request.
+  /// c = op(a) op(b) (+ c if accumulate), row-major matrices [rows(), width()]; op transposes on
+  /// request.
   virtual void matmul(const Context&, const Tensor& a, Transpose transpose_a, const Tensor& b,
                       Transpose transpose_b, const Tensor& c, bool accumulate = false) = 0;
 
@@ -118,8 +119,8 @@ class Backend {
   /// dx += J^T dy; dweight += (fp32 or fp64 [H], not given for kLayerNorm). rstd optional: recomputed
   /// from x when not given.
   virtual void norm_backward(const Context&, NormKind, const Tensor& dy, const Tensor& x,
-                             const Tensor& weight, double epsilon, const Tensor& rstd,
-                             const Tensor& dx, const Tensor& dweight) = 0;
+                             const Tensor& weight, double epsilon, const Tensor& rstd, const Tensor& dx,
+                             const Tensor& dweight) = 0;
 
   // --- rotary position embedding ---
   /// Rotates the query and key heads of qkv in place: pairs (i, i + head_size / 2) by the angle whose
@@ -179,8 +180,8 @@ class Backend {
   /// x += delta (optional); saved = quantised x (optional); y = norm(x); rstd optional.
   virtual void residual_norm_forward(const Context&, NormKind, const Tensor& x, const Tensor& delta,
                                      const Tensor& weight, double epsilon, const Tensor& y,
-                                     const Tensor& rstd, const QuantTensor& saved,
-                                     const RandomKey& key, const Tensor& counters);
+                                     const Tensor& rstd, const QuantTensor& saved, const RandomKey& key,
+                                     const Tensor& counters);
   /// y = norm(x) from the saved x.
   virtual void norm_forward_saved(const Context&, NormKind, const QuantTensor& x, const Tensor& weight,
                                   double epsilon, const Tensor& y);

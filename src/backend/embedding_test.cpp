@@ -21,7 +21,8 @@ class Embedding : public testing::Test {
   Context context_{cpu_backend(), {}, workspace_, {.seed = 3, .step = 2, .micro_batch = 1}};
 
   Tensor tokens(const std::vector<std::int32_t>& ids) {
-    const Tensor tensor = memory_.take(ElementType::kInt32, Shape{static_cast<std::int64_t>(ids.size())});
+    const Tensor tensor =
+        memory_.take(ElementType::kInt32, Shape{static_cast<std::int64_t>(ids.size())});
     std::copy(ids.begin(), ids.end(), tensor.as<std::int32_t>());
     return tensor;
   }
@@ -58,7 +59,8 @@ TEST_F(Embedding, ForwardCopiesTheRowsOfItsTokens) {
     for (std::int64_t n = 0; n < 4; ++n) {
       const std::int32_t token = ids.as<std::int32_t>()[n];
       EXPECT_EQ(std::memcmp(out.slice_rows(n, n + 1).data, table.slice_rows(token, token + 1).data,
-                            33 * size_of(type)), 0);
+                            33 * size_of(type)),
+                0);
     }
   }
 }
@@ -69,7 +71,8 @@ TEST_F(Embedding, BackwardSumsInTheComputeTypeAndInPositionOrder) {
   const float values[] = {16777216.0f, 5.0f, 1.0f, 1.0f};
   std::copy(std::begin(values), std::end(values), dout.as<float>());
   const QuantTensor gradient = zero_gradient(exact_format(ElementType::kFp32), {3, 1, 1});
-  context_.backend.embedding_backward(context_, tokens({2, 0, 2, 2}), dout, gradient, context_.random, {});
+  context_.backend.embedding_backward(context_, tokens({2, 0, 2, 2}), dout, gradient, context_.random,
+                                      {});
   EXPECT_EQ(gradient.exact().as<float>()[0], 5.0f);
   EXPECT_EQ(gradient.exact().as<float>()[1], 0.0f);
   EXPECT_EQ(gradient.exact().as<float>()[2], 16777216.0f);
@@ -96,7 +99,8 @@ TEST_F(Embedding, BackwardDoesNotDependOnTheNumberOfThreads) {
   format.rounding = Rounding::kStochastic;
   std::vector<std::int32_t> ids;
   for (std::int64_t n = 0; n < kTokens; ++n) {
-    ids.push_back(static_cast<std::int32_t>(random_bits(context_.random, static_cast<std::uint64_t>(n)) % 50));
+    ids.push_back(
+        static_cast<std::int32_t>(random_bits(context_.random, static_cast<std::uint64_t>(n)) % 50));
   }
   const Tensor token = tokens(ids);
   const Tensor dout = random(ElementType::kFp32, kTokens, kWidth, 2);
@@ -120,7 +124,8 @@ TEST_F(Embedding, BackwardCountsWhatIsNotFinite) {
   dout.as<float>()[130] = std::numeric_limits<float>::quiet_NaN();
   const Tensor counters = zero_counters();
   const QuantTensor gradient = zero_gradient(kE4m3, {4, 128, 1});
-  context_.backend.embedding_backward(context_, tokens({1, 3}), dout, gradient, context_.random, counters);
+  context_.backend.embedding_backward(context_, tokens({1, 3}), dout, gradient, context_.random,
+                                      counters);
   EXPECT_EQ(counters.as<std::int64_t>()[static_cast<int>(QuantCounter::kNonFinite)], 1);
 }
 
@@ -135,7 +140,8 @@ TEST_F(Embedding, RefusesTokensOutsideTheTable) {
       FAIL() << "token " << outside << " was taken";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInput);
-      EXPECT_NE(std::string(error.what()).find("position 1 holds " + std::to_string(outside)), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("position 1 holds " + std::to_string(outside)),
+                std::string::npos)
           << error.what();
     }
     EXPECT_THROW(context_.backend.embedding_forward(context_, ids, table, out), Error);
@@ -143,7 +149,8 @@ TEST_F(Embedding, RefusesTokensOutsideTheTable) {
   for (std::int64_t i = 0; i < 32; ++i) EXPECT_EQ(gradient.exact().as<float>()[i], 0.0f);
   EXPECT_THROW(context_.backend.embedding_forward(context_, tokens({0, 1}), table, out), Error);
   EXPECT_THROW(
-      context_.backend.embedding_backward(context_, tokens({0, 1}), out, gradient, context_.random, {}), Error);
+      context_.backend.embedding_backward(context_, tokens({0, 1}), out, gradient, context_.random, {}),
+      Error);
 }
 
 TEST_F(Embedding, MeasuresItsWorkspace) {
@@ -151,7 +158,8 @@ TEST_F(Embedding, MeasuresItsWorkspace) {
   const QuantTensor gradient = zero_gradient(kE4m3, {300, 64, 1});
   const Tensor ids = tokens({1, 2, 3, 299, 1});
   Arena plan = Arena::measuring("plan");
-  context_.backend.embedding_backward({cpu_backend(), {}, plan, {}}, ids, dout, gradient, context_.random, {});
+  context_.backend.embedding_backward({cpu_backend(), {}, plan, {}}, ids, dout, gradient,
+                                      context_.random, {});
   EXPECT_EQ(workspace_.high_water(), 0u);
   context_.backend.embedding_backward(context_, ids, dout, gradient, context_.random, {});
   EXPECT_EQ(workspace_.high_water(), plan.high_water());

@@ -79,20 +79,11 @@ class Bench {
     ASSERT_EQ(static_cast<std::int64_t>(values.size()), tensor.count());
     for (std::size_t i = 0; i < values.size(); ++i) {
       switch (tensor.type) {
-        case ElementType::kFp64:
-          tensor.as<double>()[i] = values[i];
-          break;
-        case ElementType::kFp32:
-          tensor.as<float>()[i] = static_cast<float>(values[i]);
-          break;
-        case ElementType::kBf16:
-          tensor.as<Bf16>()[i] = to_bf16(static_cast<float>(values[i]));
-          break;
-        case ElementType::kFp16:
-          tensor.as<Fp16>()[i] = to_fp16(static_cast<float>(values[i]));
-          break;
-        default:
-          FAIL() << "not a floating-point tensor";
+        case ElementType::kFp64: tensor.as<double>()[i] = values[i]; break;
+        case ElementType::kFp32: tensor.as<float>()[i] = static_cast<float>(values[i]); break;
+        case ElementType::kBf16: tensor.as<Bf16>()[i] = to_bf16(static_cast<float>(values[i])); break;
+        case ElementType::kFp16: tensor.as<Fp16>()[i] = to_fp16(static_cast<float>(values[i])); break;
+        default: FAIL() << "not a floating-point tensor";
       }
     }
   }
@@ -101,20 +92,11 @@ class Bench {
     Values values(static_cast<std::size_t>(tensor.count()));
     for (std::size_t i = 0; i < values.size(); ++i) {
       switch (tensor.type) {
-        case ElementType::kFp64:
-          values[i] = tensor.as<double>()[i];
-          break;
-        case ElementType::kFp32:
-          values[i] = tensor.as<float>()[i];
-          break;
-        case ElementType::kBf16:
-          values[i] = to_float(tensor.as<Bf16>()[i]);
-          break;
-        case ElementType::kFp16:
-          values[i] = to_float(tensor.as<Fp16>()[i]);
-          break;
-        default:
-          ADD_FAILURE() << "not a floating-point tensor";
+        case ElementType::kFp64: values[i] = tensor.as<double>()[i]; break;
+        case ElementType::kFp32: values[i] = tensor.as<float>()[i]; break;
+        case ElementType::kBf16: values[i] = to_float(tensor.as<Bf16>()[i]); break;
+        case ElementType::kFp16: values[i] = to_float(tensor.as<Fp16>()[i]); break;
+        default: ADD_FAILURE() << "not a floating-point tensor";
       }
     }
     return values;

@@ -172,7 +172,7 @@ TEST(EveryOperation, AgreesBetweenTheBuilds) {
   for (const Operation& operation : operations()) {
     for (const ElementType type : kTypes) {
       const Outcome plain = run(operation, *all[0].backend, type, 2),
-                fast = run(operation, *all[1].backend, type, 2);
+                    fast = run(operation, *all[1].backend, type, 2);
       // FMA and lanes of another width: rounding of the compute type, and with BF16 of the result.
       const double tolerance = type == ElementType::kFp64 ? 1e-14 : type == kFp32 ? 2e-6 : 4e-3;
       for (std::size_t i = 0; i < plain.written.size(); ++i) {

@@ -118,30 +118,18 @@ RoundTrip round_trip(const RowCodec& codec, const QuantFormat& format, const std
 template <typename Visit>
 auto visit_code(Code code, const Visit& visit) {
   switch (code) {
-    case Code::kNf4:
-      return visit.template operator()<Code::kNf4>();
-    case Code::kE2m1:
-      return visit.template operator()<Code::kE2m1>();
-    case Code::kBnbFp4:
-      return visit.template operator()<Code::kBnbFp4>();
-    case Code::kInt4:
-      return visit.template operator()<Code::kInt4>();
-    case Code::kInt4FullRange:
-      return visit.template operator()<Code::kInt4FullRange>();
-    case Code::kInt5:
-      return visit.template operator()<Code::kInt5>();
-    case Code::kInt6:
-      return visit.template operator()<Code::kInt6>();
-    case Code::kInt8:
-      return visit.template operator()<Code::kInt8>();
-    case Code::kE4m3:
-      return visit.template operator()<Code::kE4m3>();
-    case Code::kE5m2:
-      return visit.template operator()<Code::kE5m2>();
-    case Code::kDynamic8:
-      return visit.template operator()<Code::kDynamic8>();
-    default:
-      return visit.template operator()<Code::kDynamic8Unsigned>();
+    case Code::kNf4: return visit.template operator()<Code::kNf4>();
+    case Code::kE2m1: return visit.template operator()<Code::kE2m1>();
+    case Code::kBnbFp4: return visit.template operator()<Code::kBnbFp4>();
+    case Code::kInt4: return visit.template operator()<Code::kInt4>();
+    case Code::kInt4FullRange: return visit.template operator()<Code::kInt4FullRange>();
+    case Code::kInt5: return visit.template operator()<Code::kInt5>();
+    case Code::kInt6: return visit.template operator()<Code::kInt6>();
+    case Code::kInt8: return visit.template operator()<Code::kInt8>();
+    case Code::kE4m3: return visit.template operator()<Code::kE4m3>();
+    case Code::kE5m2: return visit.template operator()<Code::kE5m2>();
+    case Code::kDynamic8: return visit.template operator()<Code::kDynamic8>();
+    default: return visit.template operator()<Code::kDynamic8Unsigned>();
   }
 }
 
@@ -179,9 +167,7 @@ Stored stored_element(const QuantTensor& tensor, std::int64_t row, std::int64_t 
   }
   const std::int64_t scale = (row * segments + segment) * blocks + i / tensor.format.block;
   switch (tensor.format.scale) {
-    case ScaleType::kFp32:
-      stored.scale = reinterpret_cast<const float*>(tensor.scales)[scale];
-      break;
+    case ScaleType::kFp32: stored.scale = reinterpret_cast<const float*>(tensor.scales)[scale]; break;
     case ScaleType::kBf16:
       stored.scale = to_float(reinterpret_cast<const Bf16*>(tensor.scales)[scale]);
       break;
@@ -279,10 +265,8 @@ bool is_idempotent(const QuantFormat& format) {
   if (format.code == Code::kDynamic8Unsigned) return format.scale == ScaleType::kFp32;
   const bool fine = code_bits(format.code) > 4;
   switch (format.scale) {
-    case ScaleType::kBf16:
-      return true;
-    case ScaleType::kTwoLevel:
-      return !fine;
+    case ScaleType::kBf16: return true;
+    case ScaleType::kTwoLevel: return !fine;
     default:
       return std::exp2(std::round(std::log2(code_maximum(format.code)))) == code_maximum(format.code);
   }

@@ -129,9 +129,7 @@ class Section {
 
   const std::string& source() const { return source_; }
 
-  static std::string shown(const Json& value) {
-    return printable_json(value);
-  }
+  static std::string shown(const Json& value) { return printable_json(value); }
 
  private:
   const Json& object_;
@@ -275,8 +273,7 @@ std::string to_config_json(const HuggingFaceConfig& config) {
     if (known.type == model.dtype) json["torch_dtype"] = known.name;
   }
   switch (model.rope.scaling) {
-    case RopeScaling::kPlain:
-      break;
+    case RopeScaling::kPlain: break;
     case RopeScaling::kLinear:
       json["rope_scaling"] = {{"rope_type", "linear"}, {"factor", model.rope.factor}};
       break;
@@ -434,9 +431,7 @@ std::vector<HuggingFaceTensor> hugging_face_tensors(const ModelConfig& config,
         dot == std::string::npos ? "" : "model." + parameter.name.substr(0, dot + 1);
     const std::string role = parameter.name.substr(dot == std::string::npos ? 0 : dot + 1);
     switch (parameter.kind) {
-      case ParameterKind::kEmbedding:
-        add("model.embed_tokens.weight", config.vocabulary);
-        break;
+      case ParameterKind::kEmbedding: add("model.embed_tokens.weight", config.vocabulary); break;
       case ParameterKind::kNorm:
         if (role == "final_norm") {
           add("model.norm.weight", 1);
@@ -450,19 +445,13 @@ std::vector<HuggingFaceTensor> hugging_face_tensors(const ModelConfig& config,
         add(layer + "self_attn.k_proj.weight", std::int64_t{config.kv_heads} * config.head_size);
         add(layer + "self_attn.v_proj.weight", std::int64_t{config.kv_heads} * config.head_size);
         break;
-      case ParameterKind::kAttentionOutput:
-        add(layer + "self_attn.o_proj.weight", config.hidden);
-        break;
+      case ParameterKind::kAttentionOutput: add(layer + "self_attn.o_proj.weight", config.hidden); break;
       case ParameterKind::kGateUp:
         add(layer + "mlp.gate_proj.weight", config.feed_forward);
         add(layer + "mlp.up_proj.weight", config.feed_forward);
         break;
-      case ParameterKind::kDown:
-        add(layer + "mlp.down_proj.weight", config.hidden);
-        break;
-      case ParameterKind::kHead:
-        add("lm_head.weight", config.vocabulary);
-        break;
+      case ParameterKind::kDown: add(layer + "mlp.down_proj.weight", config.hidden); break;
+      case ParameterKind::kHead: add("lm_head.weight", config.vocabulary); break;
     }
     check(row == parameter.rows,
           "the parameter '{}' has {} rows and the model's configuration gives it {}", parameter.name,
@@ -554,30 +543,21 @@ using Convert = void (*)(const std::byte*, std::byte*, std::size_t);
 template <typename To>
 Convert conversion_from(ElementType from) {
   switch (from) {
-    case ElementType::kFp64:
-      return convert<double, To>;
-    case ElementType::kFp32:
-      return convert<float, To>;
-    case ElementType::kBf16:
-      return convert<Bf16, To>;
-    case ElementType::kFp16:
-      return convert<Fp16, To>;
-    default:
-      return nullptr;
+    case ElementType::kFp64: return convert<double, To>;
+    case ElementType::kFp32: return convert<float, To>;
+    case ElementType::kBf16: return convert<Bf16, To>;
+    case ElementType::kFp16: return convert<Fp16, To>;
+    default: return nullptr;
   }
 }
 
 /// Null if weights are not converted between these types.
 Convert conversion(ElementType from, ElementType to) {
   switch (to) {
-    case ElementType::kFp64:
-      return conversion_from<double>(from);
-    case ElementType::kFp32:
-      return conversion_from<float>(from);
-    case ElementType::kBf16:
-      return conversion_from<Bf16>(from);
-    default:
-      return nullptr;
+    case ElementType::kFp64: return conversion_from<double>(from);
+    case ElementType::kFp32: return conversion_from<float>(from);
+    case ElementType::kBf16: return conversion_from<Bf16>(from);
+    default: return nullptr;
   }
 }
 

@@ -58,14 +58,9 @@ struct Weights {
     std::vector<double> result;
     for (std::int64_t i = 0; i < tensors[p].count(); ++i) {
       switch (tensors[p].type) {
-        case ElementType::kFp64:
-          result.push_back(tensors[p].as<double>()[i]);
-          break;
-        case ElementType::kFp32:
-          result.push_back(static_cast<double>(tensors[p].as<float>()[i]));
-          break;
-        default:
-          result.push_back(static_cast<double>(to_float(tensors[p].as<Bf16>()[i])));
+        case ElementType::kFp64: result.push_back(tensors[p].as<double>()[i]); break;
+        case ElementType::kFp32: result.push_back(static_cast<double>(tensors[p].as<float>()[i])); break;
+        default: result.push_back(static_cast<double>(to_float(tensors[p].as<Bf16>()[i])));
       }
     }
     return result;

@@ -1,7 +1,8 @@
 // JSON to text, and back for what this program wrote itself.
 //
-// What fills or reads a nlohmann::json need not compile the library's printer and parser as well: they are
-// most of what including it costs, and stand in one file. JSON that others wrote: checkpoint/strict_json.h.
+// What fills or reads a nlohmann::json need not compile the library's printer and parser as well: they
+// are most of what including it costs, and stand in one file. JSON that others wrote:
+// checkpoint/strict_json.h.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

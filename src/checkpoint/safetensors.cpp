@@ -61,16 +61,11 @@ std::optional<std::int64_t> extent_of(const Json& value) {
 // Shape is made from as many extents as the program text lists.
 Shape make_shape(const std::vector<std::int64_t>& extents) {
   switch (extents.size()) {
-    case 0:
-      return {};
-    case 1:
-      return {extents[0]};
-    case 2:
-      return {extents[0], extents[1]};
-    case 3:
-      return {extents[0], extents[1], extents[2]};
-    default:
-      return {extents[0], extents[1], extents[2], extents[3]};
+    case 0: return {};
+    case 1: return {extents[0]};
+    case 2: return {extents[0], extents[1]};
+    case 3: return {extents[0], extents[1], extents[2]};
+    default: return {extents[0], extents[1], extents[2], extents[3]};
   }
 }
 

@@ -24,17 +24,14 @@ class Guard {
                     deepest_);
         if (event == Json::parse_event_t::object_start) keys_.emplace_back();
         break;
-      case Json::parse_event_t::object_end:
-        keys_.pop_back();
-        break;
+      case Json::parse_event_t::object_end: keys_.pop_back(); break;
       case Json::parse_event_t::key: {
         const auto& key = parsed.get_ref<const std::string&>();
         check_input(keys_.back().insert(key).second, "'{}': '{}' stands twice in its JSON", source_,
                     printable(key));
         break;
       }
-      default:
-        break;
+      default: break;
     }
     return true;
   }

@@ -32,12 +32,9 @@ constexpr std::string_view kLayout = "1";
 
 std::string_view name_of(MasterKind kind) {
   switch (kind) {
-    case MasterKind::kNone:
-      return "none";
-    case MasterKind::kFp32:
-      return "fp32";
-    case MasterKind::kRemainder:
-      return "remainder";
+    case MasterKind::kNone: return "none";
+    case MasterKind::kFp32: return "fp32";
+    case MasterKind::kRemainder: return "remainder";
   }
   return "?";
 }

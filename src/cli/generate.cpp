@@ -19,7 +19,8 @@ Action declare_generate(Arguments& arguments) {
   arguments.positional("RUN", given->run, "Run directory");
   arguments.option("--prompt", "TEXT", given->generation.prompt, "What the text begins with");
   arguments.option("--tokens", "N", given->generation.tokens, "Tokens to generate at most");
-  arguments.option("--temperature", "T", given->generation.temperature, "0: always the most likely token");
+  arguments.option("--temperature", "T", given->generation.temperature,
+                   "0: always the most likely token");
   arguments.option("--seed", "N", given->seed, "The same seed gives the same text");
   return [given] {
     check_input(given->generation.tokens >= 0, "--tokens must not be negative; {} was given",

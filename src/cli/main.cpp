@@ -7,13 +7,15 @@
 
 namespace {
 
-// Idle OpenMP threads spin by default, and where other programs share the processors every parallel
-// loop then waits for a spinning thread's time slice to end (a training step took 8 times as long
-// beside one busy neighbour). The policy is read when the library is loaded, before main: so the
-// program starts itself once more with it set. A policy from outside is left alone.
+// Idle OpenMP threads spin for milliseconds by default, and where other programs share the processors
+// every parallel loop then waits for a spinning thread's time slice to end (a training step took 8 times
+// as long beside one busy neighbour). Not to spin at all costs a tenth of the speed on an idle machine,
+// so they spin for some microseconds. libgomp reads its settings when it is loaded, before main: the
+// program starts itself once more with them set. A policy from outside is left alone.
 void let_idle_threads_sleep(char** argv) {
-  if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
   setenv("OMP_WAIT_POLICY", "passive", 0);
+  setenv("GOMP_SPINCOUNT", "30000", 0);
   execv("/proc/self/exe", argv);  // returns only where there is no /proc: then they spin
 }
 

@@ -39,11 +39,13 @@ void print_slots(const RunPlan& plan) {
     for (std::size_t s = 0; s < plan.slots[group.first].size(); ++s) {
       const SaveSlot& slot = plan.slots[group.first][s];
       const SlotPlan& planned = plan.bits.layers[group.first].slots[s];
-      std::vector<std::string> cells{first ? layers_text(group) : "", slot.name, std::to_string(slot.width)};
+      std::vector<std::string> cells{first ? layers_text(group) : "", slot.name,
+                                     std::to_string(slot.width)};
       if (planned.action == SlotAction::kKeep) {
         const std::int64_t bytes = payload_bytes(planned.format, grid_of(slot, plan.tokens));
         cells.push_back("keep " + planned.format.to_string());
-        cells.push_back(fmt::format("{:.1f}", static_cast<double>(bytes) / static_cast<double>(plan.tokens)));
+        cells.push_back(
+            fmt::format("{:.1f}", static_cast<double>(bytes) / static_cast<double>(plan.tokens)));
         cells.push_back(bytes_text(bytes));
       } else {
         cells.push_back("recompute from " +
@@ -69,12 +71,13 @@ void print_classes(const RunPlan& plan) {
     if (memory == MemoryClass::kActivations) {
       for (int r = 0; r < kSlotRoles; ++r) {
         const std::int64_t bytes = saved_bytes_of_role(plan, static_cast<SlotRole>(r));
-        if (bytes > 0) table.add_row({fmt::format("  {}", name_of(static_cast<SlotRole>(r))), bytes_text(bytes)});
+        if (bytes > 0)
+          table.add_row({fmt::format("  {}", name_of(static_cast<SlotRole>(r))), bytes_text(bytes)});
       }
     }
     if (memory == MemoryClass::kWorkspace) {
-      table.add_row({"  of which the loss chunk takes",
-                     bytes_text(static_cast<std::int64_t>(plan.loss_chunk))});
+      table.add_row(
+          {"  of which the loss chunk takes", bytes_text(static_cast<std::int64_t>(plan.loss_chunk))});
     }
   }
   add("text", plan.data);
@@ -86,8 +89,9 @@ void print_classes(const RunPlan& plan) {
 }
 
 bool all_exist(const std::vector<std::string>& paths) {
-  return !paths.empty() && std::all_of(paths.begin(), paths.end(),
-                                       [](const std::string& path) { return std::filesystem::exists(path); });
+  return !paths.empty() && std::all_of(paths.begin(), paths.end(), [](const std::string& path) {
+    return std::filesystem::exists(path);
+  });
 }
 
 void plan_command(const PlanArguments& arguments) {
@@ -99,12 +103,15 @@ void plan_command(const PlanArguments& arguments) {
     fmt::print("{}\n", to_json(plan, config));
     return;
   }
-  fmt::print("{} parameters in {}, policy {}, {} tokens a micro-batch ({} x {}), {} micro-batches a step\n\n",
-             plan.parameters, name_of(config.model.dtype), name_of(config.activations.policy), plan.tokens,
-             config.run.micro_batch, config.run.sequence, config.run.micro_batches);
+  fmt::print(
+      "{} parameters in {}, policy {}, {} tokens a micro-batch ({} x {}), {} micro-batches a step\n\n",
+      plan.parameters, name_of(config.model.dtype), name_of(config.activations.policy), plan.tokens,
+      config.run.micro_batch, config.run.sequence, config.run.micro_batches);
   print_slots(plan);
   print_classes(plan);
-  if (!found) fmt::print("\nThe text is not at hand ({}): it is not counted.\n", fmt::join(config.data.paths, ", "));
+  if (!found)
+    fmt::print("\nThe text is not at hand ({}): it is not counted.\n",
+               fmt::join(config.data.paths, ", "));
 }
 
 }  // namespace

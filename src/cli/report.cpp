@@ -32,7 +32,8 @@ void report(const ReportArguments& arguments) {
   nlohmann::ordered_json json;
   for (const std::string& directory : arguments.runs) {
     const std::string name = run_name(directory);
-    check_input(!json.contains(name), "two runs are called '{}': give runs whose folders differ in name", name);
+    check_input(!json.contains(name), "two runs are called '{}': give runs whose folders differ in name",
+                name);
     runs.push_back({name, read_summary(directory)});
     json[name] = parse_json(to_json(runs.back().summary));
   }

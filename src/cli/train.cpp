@@ -42,7 +42,8 @@ void train(const TrainArguments& arguments) {
 Action declare_train(Arguments& arguments) {
   const auto given = std::make_shared<TrainArguments>();
   arguments.positional("CONFIG", given->config, "The run's configuration (TOML; examples/ has some)");
-  arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting, for instance train.steps=100");
+  arguments.option("--set", "KEY=VALUE", given->settings,
+                   "Override a setting, for instance train.steps=100");
   arguments.flag("--resume", given->resume, "Go on from the newest checkpoint of the run directory");
   arguments.flag("--overwrite", given->overwrite, "Remove the run that the run directory holds");
   arguments.flag("--json", given->json, "Print the summary as JSON, and no progress");

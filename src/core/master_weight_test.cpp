@@ -37,7 +37,8 @@ Wrong count_wrong(std::uint32_t high) {
     wrong.weight += split.weight.bits != to_bf16_half_away(master).bits;
     // Patterns are evenly spaced within a binade, so nearest means at most half of 2^16 away, and
     // half away from zero means that half way the weight is the larger magnitude.
-    const auto above = static_cast<std::int32_t>((static_cast<std::uint32_t>(split.weight.bits) << 16) - bits);
+    const auto above =
+        static_cast<std::int32_t>((static_cast<std::uint32_t>(split.weight.bits) << 16) - bits);
     wrong.not_nearest += (above > 0x8000) | (above <= -0x8000);
   }
   return wrong;
@@ -60,7 +61,9 @@ TEST(MasterWeight, SplitsAndJoinsEveryFiniteFp32Exactly) {
   EXPECT_EQ(master, 0);
   EXPECT_EQ(weight, 0);
   EXPECT_EQ(not_nearest, 0);
-  if (kStride == 1) { EXPECT_EQ(tried, kFinitePatterns); }
+  if (kStride == 1) {
+    EXPECT_EQ(tried, kFinitePatterns);
+  }
 }
 
 #ifndef AGOQ_SANITIZED

@@ -51,9 +51,7 @@ Arena::Arena(std::string name, Allocator& allocator, std::size_t capacity)
       capacity_(round_up(capacity)) {}
 
 Arena::Arena(std::string name)
-    : name_(std::move(name)),
-      base_(next_measuring_base()),
-      capacity_(kMeasuringCapacity) {}
+    : name_(std::move(name)), base_(next_measuring_base()), capacity_(kMeasuringCapacity) {}
 
 Arena Arena::measuring(std::string name) { return Arena(std::move(name)); }
 

@@ -65,15 +65,19 @@ TEST(SmallFloat, EveryFp16AndBf16RoundTripsThroughFp32) {
     const Bf16 brain{static_cast<std::uint16_t>(bits)};
     const float from_half = to_float(half);
     const float from_brain = to_float(brain);
-    if (from_half == from_half) { EXPECT_EQ(to_fp16(from_half).bits, bits); }
-    if (from_brain == from_brain) { EXPECT_EQ(to_bf16(from_brain).bits, bits); }
+    if (from_half == from_half) {
+      EXPECT_EQ(to_fp16(from_half).bits, bits);
+    }
+    if (from_brain == from_brain) {
+      EXPECT_EQ(to_bf16(from_brain).bits, bits);
+    }
   }
 }
 
 TEST(SmallFloat, Fp16RoundsToNearestEven) {
-  EXPECT_EQ(to_fp16(1.0f + 0x1p-11f).bits, 0x3C00);           // a tie goes to even
+  EXPECT_EQ(to_fp16(1.0f + 0x1p-11f).bits, 0x3C00);  // a tie goes to even
   EXPECT_EQ(to_fp16(1.0f + 0x1.8p-10f).bits, 0x3C02);
-  EXPECT_EQ(to_fp16(0x1p-25f).bits, 0);                       // half the least subnormal
+  EXPECT_EQ(to_fp16(0x1p-25f).bits, 0);  // half the least subnormal
   EXPECT_EQ(to_fp16(0x1.8p-24f).bits, 2);
   EXPECT_EQ(to_fp16(65519.0f).bits, 0x7BFF);
   EXPECT_EQ(to_fp16(65520.0f).bits, 0x7C00);

@@ -26,7 +26,8 @@ double random_student_t4(const RandomKey& key, std::uint64_t index) {
   // T = Z / sqrt(chi2_4 / 4), and chi2_4 = -2 ln(u1 u2).
   const RandomWords words = random_words(key, index);
   const double normal = box_muller(words.word[0], words.word[1]);
-  const double chi2 = -2.0 * (std::log(open_uniform(words.word[2])) + std::log(open_uniform(words.word[3])));
+  const double chi2 =
+      -2.0 * (std::log(open_uniform(words.word[2])) + std::log(open_uniform(words.word[3])));
   return normal / std::sqrt(chi2 / 4.0);
 }
 

@@ -33,14 +33,38 @@ class Shape {
 
 template <typename T>
 struct ElementTypeOf;
-template <> struct ElementTypeOf<double> { static constexpr ElementType value = ElementType::kFp64; };
-template <> struct ElementTypeOf<float> { static constexpr ElementType value = ElementType::kFp32; };
-template <> struct ElementTypeOf<Bf16> { static constexpr ElementType value = ElementType::kBf16; };
-template <> struct ElementTypeOf<Fp16> { static constexpr ElementType value = ElementType::kFp16; };
-template <> struct ElementTypeOf<std::int64_t> { static constexpr ElementType value = ElementType::kInt64; };
-template <> struct ElementTypeOf<std::int32_t> { static constexpr ElementType value = ElementType::kInt32; };
-template <> struct ElementTypeOf<std::int16_t> { static constexpr ElementType value = ElementType::kInt16; };
-template <> struct ElementTypeOf<std::uint8_t> { static constexpr ElementType value = ElementType::kUint8; };
+template <>
+struct ElementTypeOf<double> {
+  static constexpr ElementType value = ElementType::kFp64;
+};
+template <>
+struct ElementTypeOf<float> {
+  static constexpr ElementType value = ElementType::kFp32;
+};
+template <>
+struct ElementTypeOf<Bf16> {
+  static constexpr ElementType value = ElementType::kBf16;
+};
+template <>
+struct ElementTypeOf<Fp16> {
+  static constexpr ElementType value = ElementType::kFp16;
+};
+template <>
+struct ElementTypeOf<std::int64_t> {
+  static constexpr ElementType value = ElementType::kInt64;
+};
+template <>
+struct ElementTypeOf<std::int32_t> {
+  static constexpr ElementType value = ElementType::kInt32;
+};
+template <>
+struct ElementTypeOf<std::int16_t> {
+  static constexpr ElementType value = ElementType::kInt16;
+};
+template <>
+struct ElementTypeOf<std::uint8_t> {
+  static constexpr ElementType value = ElementType::kUint8;
+};
 
 struct Tensor {
   std::byte* data = nullptr;

@@ -49,8 +49,8 @@ std::vector<std::string> find_files(const DataConfig& config) {
   for (const std::string& path : config.paths) {
     std::error_code error;
     const fs::file_status status = fs::status(path, error);
-    check_input(fs::exists(status), "data.paths: {} does not exist (paths start at the working directory)",
-                path);
+    check_input(fs::exists(status),
+                "data.paths: {} does not exist (paths start at the working directory)", path);
     if (fs::is_directory(status)) {
       add_folder(path, config, files);
     } else {
@@ -83,10 +83,11 @@ std::int32_t token_of(char byte) { return static_cast<unsigned char>(byte); }
 }  // namespace
 
 Dataset Dataset::load(const DataConfig& config, DataUse use) {
-  check_input(config.holdout_every >= 2 && config.holdout_index >= 0 &&
-                  config.holdout_index < config.holdout_every,
-              "data.holdout_index is {} and data.holdout_every {}: expected 0 <= index < every, every >= 2",
-              config.holdout_index, config.holdout_every);
+  check_input(
+      config.holdout_every >= 2 && config.holdout_index >= 0 &&
+          config.holdout_index < config.holdout_every,
+      "data.holdout_index is {} and data.holdout_every {}: expected 0 <= index < every, every >= 2",
+      config.holdout_index, config.holdout_every);
   const std::vector<std::string> files = find_files(config);
   Dataset dataset;
   dataset.document_attention_ = config.document_attention;
@@ -110,14 +111,15 @@ Dataset Dataset::load(const DataConfig& config, DataUse use) {
   }
   for (const Split split : {Split::kTraining, Split::kValidation}) {
     if (use == DataUse::kEvaluation && split == Split::kTraining) continue;
-    check_input(!dataset.documents_of(split).empty(),
-                "data: no document is left for {}: of {} documents, number d is held out when d % {} == {}; "
-                "add documents or change data.holdout_every and data.holdout_index",
-                split == Split::kTraining ? "training" : "validation", number, config.holdout_every,
-                config.holdout_index);
+    check_input(
+        !dataset.documents_of(split).empty(),
+        "data: no document is left for {}: of {} documents, number d is held out when d % {} == {}; "
+        "add documents or change data.holdout_every and data.holdout_index",
+        split == Split::kTraining ? "training" : "validation", number, config.holdout_every,
+        config.holdout_index);
   }
-  check_input(number <= std::numeric_limits<std::int32_t>::max(), "data: {} documents are more than 2^31",
-              number);
+  check_input(number <= std::numeric_limits<std::int32_t>::max(),
+              "data: {} documents are more than 2^31", number);
 
   Order& order = dataset.validation_order_;
   order.documents.resize(dataset.validation_.size());
@@ -183,8 +185,8 @@ void Dataset::shuffle(std::uint64_t seed, std::int64_t number) const {
 
 void Dataset::fill(Split split, std::uint64_t seed, std::int64_t first, std::int64_t count,
                    std::int64_t sequence, HostBatch& batch) const {
-  check(first >= 0 && count > 0 && sequence > 0, "{} sequences of {} tokens from number {} were asked for",
-        count, sequence, first);
+  check(first >= 0 && count > 0 && sequence > 0,
+        "{} sequences of {} tokens from number {} were asked for", count, sequence, first);
   const auto total = static_cast<std::size_t>(count * sequence);
   batch.tokens.resize(total);
   batch.targets.resize(total);
@@ -196,13 +198,15 @@ void Dataset::fill(Split split, std::uint64_t seed, std::int64_t first, std::int
   batch.valid_tokens = 0;
   if (split == Split::kValidation) {
     for (std::int64_t i = 0; i < count; ++i) {
-      fill_sequence(validation_, validation_order_, (first + i) * sequence, sequence, i * sequence, batch);
+      fill_sequence(validation_, validation_order_, (first + i) * sequence, sequence, i * sequence,
+                    batch);
     }
   } else {
     const std::int64_t per_epoch = sequences(split, sequence);
-    check_input(per_epoch > 0,
-                "train.sequence is {} tokens, but the training documents have only {}: choose a shorter one",
-                sequence, tokens(split));
+    check_input(
+        per_epoch > 0,
+        "train.sequence is {} tokens, but the training documents have only {}: choose a shorter one",
+        sequence, tokens(split));
     const std::lock_guard<std::mutex> lock(epoch_->mutex);
     for (std::int64_t i = 0; i < count; ++i) {
       shuffle(seed, (first + i) / per_epoch);

@@ -33,7 +33,9 @@ class Folder {
     fs::create_directories((path_ / name).parent_path());
     std::ofstream(path_ / name, std::ios::binary) << text;
   }
-  std::string path(const std::string& name = "") const { return name.empty() ? path_.string() : (path_ / name).string(); }
+  std::string path(const std::string& name = "") const {
+    return name.empty() ? path_.string() : (path_ / name).string();
+  }
 
  private:
   fs::path path_;
@@ -171,10 +173,12 @@ TEST_P(AnySequence, ReachesAnySequenceWithoutTheOnesBefore) {
   const Dataset fresh = Dataset::load(config);
   for (std::int64_t i = 3; i >= 0; --i) {
     const HostBatch one = filled(fresh, Split::kTraining, first + i, 1, sequence);
-    EXPECT_TRUE(std::equal(one.tokens.begin(), one.tokens.end(), together.tokens.begin() + i * sequence));
-    EXPECT_TRUE(std::equal(one.targets.begin(), one.targets.end(), together.targets.begin() + i * sequence));
     EXPECT_TRUE(
-        std::equal(one.positions.begin(), one.positions.end(), together.positions.begin() + i * sequence));
+        std::equal(one.tokens.begin(), one.tokens.end(), together.tokens.begin() + i * sequence));
+    EXPECT_TRUE(
+        std::equal(one.targets.begin(), one.targets.end(), together.targets.begin() + i * sequence));
+    EXPECT_TRUE(std::equal(one.positions.begin(), one.positions.end(),
+                           together.positions.begin() + i * sequence));
   }
 }
 
@@ -185,7 +189,8 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
     config.document_attention = document_attention;
     const Dataset dataset = Dataset::load(config);
     const std::int64_t sequence = GetParam();
-    const std::int64_t count = std::min<std::int64_t>(dataset.sequences(Split::kTraining, sequence), 300);
+    const std::int64_t count =
+        std::min<std::int64_t>(dataset.sequences(Split::kTraining, sequence), 300);
     const HostBatch batch = filled(dataset, Split::kTraining, 0, count, sequence);
     std::int64_t d = 0;
     std::int64_t longest = 0;
@@ -200,7 +205,9 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
       const std::int64_t start = batch.document_starts[static_cast<std::size_t>(d - 1)];
       ASSERT_EQ(batch.positions[at], i - start);
       longest = std::max(longest, i - start + 1);
-      if (i + 1 < count * sequence) { ASSERT_EQ(batch.targets[at], batch.tokens[at + 1]); }
+      if (i + 1 < count * sequence) {
+        ASSERT_EQ(batch.targets[at], batch.tokens[at + 1]);
+      }
       ASSERT_EQ(batch.weights[at], 1.0f) << i;
     }
     EXPECT_EQ(batch.document_count, d);
@@ -214,10 +221,12 @@ TEST(Dataset, GivesTheSameBatchesForTheSameSeedOnly) {
   const DataConfig config = write_documents(folder);
   const Dataset first = Dataset::load(config);
   const Dataset second = Dataset::load(config);
-  EXPECT_TRUE(same(filled(first, Split::kTraining, 5, 4, 33), filled(second, Split::kTraining, 5, 4, 33)));
+  EXPECT_TRUE(
+      same(filled(first, Split::kTraining, 5, 4, 33), filled(second, Split::kTraining, 5, 4, 33)));
   EXPECT_FALSE(
       same(filled(first, Split::kTraining, 5, 4, 33, 1), filled(first, Split::kTraining, 5, 4, 33, 2)));
-  EXPECT_TRUE(same(filled(first, Split::kValidation, 0, 4, 33, 1), filled(first, Split::kValidation, 0, 4, 33, 2)));
+  EXPECT_TRUE(same(filled(first, Split::kValidation, 0, 4, 33, 1),
+                   filled(first, Split::kValidation, 0, 4, 33, 2)));
 }
 
 TEST(Dataset, FillsABatchThatHasItsSizeInPlace) {

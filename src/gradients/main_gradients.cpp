@@ -1,7 +1,7 @@
 // Storage of the main gradients and the operations on them; the arithmetic is the backend's:
 //
-//   gradient = Q(Q^-1(gradient) + addend)        accumulate, accumulate_weight_gradient, embedding_backward
-//   norm     = scale * sqrt(sum over parameters of sum of squares of Q^-1(gradient))
+//   gradient = Q(Q^-1(gradient) + addend)        accumulate, accumulate_weight_gradient,
+//   embedding_backward norm     = scale * sqrt(sum over parameters of sum of squares of Q^-1(gradient))
 //
 // Rounding is keyed by step and micro-batch (from the context) and the parameter's index, which is the
 // same for every parallel layout.
@@ -42,9 +42,9 @@ void MainGradients::zero(const Context& context) {
 
 void MainGradients::add_weight_gradient(const Context& context, std::size_t parameter, const Tensor& dy,
                                         const Tensor& x) {
-  context.backend.accumulate_weight_gradient(context, dy, x, gradients_.at(parameter),
-                                             rounding_key(context, parameter),
-                                             counters_.slice_rows(as_row(parameter), as_row(parameter) + 1));
+  context.backend.accumulate_weight_gradient(
+      context, dy, x, gradients_.at(parameter), rounding_key(context, parameter),
+      counters_.slice_rows(as_row(parameter), as_row(parameter) + 1));
 }
 
 void MainGradients::add(const Context& context, std::size_t parameter, const Tensor& addend) {
@@ -69,8 +69,9 @@ Tensor MainGradients::vector(std::size_t parameter) const {
 
 double MainGradients::norm(const Context& context, double scale) const {
   for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    context.backend.sum_of_squares(context, gradients_[parameter],
-                                   sums_.slice_rows(as_row(parameter), as_row(parameter) + 1).reshaped(Shape{1}));
+    context.backend.sum_of_squares(
+        context, gradients_[parameter],
+        sums_.slice_rows(as_row(parameter), as_row(parameter) + 1).reshaped(Shape{1}));
   }
   if (context.workspace.is_measuring()) return 0.0;
 

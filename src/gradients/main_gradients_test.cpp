@@ -22,13 +22,16 @@ struct Bench {
   Arena workspace{"workspace", host_allocator(), std::size_t{16} << 20};
   Context context{cpu_backend(), {}, workspace, {.seed = 17, .step = 1}};
 
-  Tensor fp32(std::int64_t rows, std::int64_t columns, const std::function<double(std::int64_t)>& value) {
+  Tensor fp32(std::int64_t rows, std::int64_t columns,
+              const std::function<double(std::int64_t)>& value) {
     const Tensor tensor = memory.take(ElementType::kFp32, Shape{rows, columns});
-    for (std::int64_t i = 0; i < tensor.count(); ++i) tensor.as<float>()[i] = static_cast<float>(value(i));
+    for (std::int64_t i = 0; i < tensor.count(); ++i)
+      tensor.as<float>()[i] = static_cast<float>(value(i));
     return tensor;
   }
   Tensor int32(const std::vector<std::int32_t>& values) {
-    const Tensor tensor = memory.take(ElementType::kInt32, Shape{static_cast<std::int64_t>(values.size())});
+    const Tensor tensor =
+        memory.take(ElementType::kInt32, Shape{static_cast<std::int64_t>(values.size())});
     std::copy(values.begin(), values.end(), tensor.as<std::int32_t>());
     return tensor;
   }
@@ -91,18 +94,20 @@ TEST(MainGradients, AccumulationErrorsAreThoseOfTheSimulation) {
   Bench bench;
   std::vector<MainGradients> gradients;
   for (const Case& c : cases) {
-    gradients.emplace_back(bench.memory, std::vector{matrix("w", kRows, kColumns)}, GradientConfig{c.format},
-                           ElementType::kBf16);
+    gradients.emplace_back(bench.memory, std::vector{matrix("w", kRows, kColumns)},
+                           GradientConfig{c.format}, ElementType::kBf16);
     gradients.back().zero(bench.context);
   }
   std::vector<double> deviation(kElements);
-  for (std::size_t i = 0; i < kElements; ++i) deviation[i] = std::exp(0.7 * normal(1, 0, static_cast<std::int64_t>(i)));
+  for (std::size_t i = 0; i < kElements; ++i)
+    deviation[i] = std::exp(0.7 * normal(1, 0, static_cast<std::int64_t>(i)));
   std::vector<double> exact(kElements, 0.0);
   const Tensor addend = bench.fp32(kRows, kColumns, [](std::int64_t) { return 0.0; });
   int column = 0;
   for (std::uint32_t micro_batch = 0; micro_batch < 64; ++micro_batch) {
     for (std::size_t i = 0; i < kElements; ++i) {
-      const auto value = static_cast<float>(deviation[i] * normal(2, micro_batch, static_cast<std::int64_t>(i)));
+      const auto value =
+          static_cast<float>(deviation[i] * normal(2, micro_batch, static_cast<std::int64_t>(i)));
       addend.as<float>()[i] = value;
       exact[i] += value;
     }
@@ -133,7 +138,8 @@ std::vector<double> requantised(std::vector<double> values, bool power_of_two_sc
     for (std::size_t i = begin; i < begin + kBlock; ++i) absmax = std::max(absmax, std::abs(values[i]));
     double scale = absmax / 448.0;
     if (power_of_two_scale) scale = std::exp2(std::ceil(std::log2(scale)));
-    for (std::size_t i = begin; i < begin + kBlock; ++i) values[i] = round_e4m3(values[i] / scale) * scale;
+    for (std::size_t i = begin; i < begin + kBlock; ++i)
+      values[i] = round_e4m3(values[i] / scale) * scale;
   }
   return values;
 }
@@ -166,7 +172,8 @@ TEST(MainGradients, PowerOfTwoScalesLoseACoherentGradientAndAbsmaxScalesDoNot) {
     for (std::uint32_t micro_batch = 0; micro_batch < 64; ++micro_batch) {
       for (std::size_t i = 0; i < kElements; ++i) {
         const auto index = static_cast<std::int64_t>(i);
-        const auto value = static_cast<float>(normal(3, 0, index) + noise * normal(4, micro_batch, index));
+        const auto value =
+            static_cast<float>(normal(3, 0, index) + noise * normal(4, micro_batch, index));
         addend.as<float>()[i] = value;
         exact[i] += value;
         trapped[i] += value;
@@ -190,7 +197,8 @@ TEST(MainGradients, EmbeddingRowsOfAbsentTokensKeepTheirBytes) {
     MainGradients gradients(bench.memory, {matrix("embedding", kVocabulary, kWidth, 4)}, {format},
                             ElementType::kBf16);
     gradients.zero(bench.context);
-    const Tensor before = bench.fp32(kVocabulary, kWidth, [](std::int64_t i) { return normal(5, 0, i); });
+    const Tensor before =
+        bench.fp32(kVocabulary, kWidth, [](std::int64_t i) { return normal(5, 0, i); });
     gradients.add(bench.context, 0, before);
     const std::vector<float> decoded_before = bench.decoded(gradients.gradient(0));
     std::vector<std::vector<std::byte>> rows_before;
@@ -223,10 +231,12 @@ TEST(MainGradients, EmbeddingRowsOfAbsentTokensKeepTheirBytes) {
     for (std::int64_t row = 0; row < kVocabulary; ++row) {
       const std::vector<std::byte> after = bytes_of_row(gradients.gradient(0), row);
       if (present.contains(static_cast<std::int32_t>(row))) {
-        EXPECT_EQ(after, bytes_of_row(reference.gradient(0), row)) << format.to_string() << " row " << row;
+        EXPECT_EQ(after, bytes_of_row(reference.gradient(0), row))
+            << format.to_string() << " row " << row;
         EXPECT_NE(after, rows_before[static_cast<std::size_t>(row)]);
       } else {
-        EXPECT_EQ(after, rows_before[static_cast<std::size_t>(row)]) << format.to_string() << " row " << row;
+        EXPECT_EQ(after, rows_before[static_cast<std::size_t>(row)])
+            << format.to_string() << " row " << row;
       }
     }
   }
@@ -244,8 +254,10 @@ TEST(MainGradients, AddsTheWeightGradientOfALinearLayer) {
   packed.zero(bench.context);
   std::vector<double> expected(static_cast<std::size_t>(kRows * kColumns), 0.0);
   for (std::uint32_t micro_batch = 0; micro_batch < 2; ++micro_batch) {
-    const Tensor dy = bench.fp32(kTokens, kRows, [&](std::int64_t i) { return normal(7, micro_batch, i); });
-    const Tensor x = bench.fp32(kTokens, kColumns, [&](std::int64_t i) { return normal(8, micro_batch, i); });
+    const Tensor dy =
+        bench.fp32(kTokens, kRows, [&](std::int64_t i) { return normal(7, micro_batch, i); });
+    const Tensor x =
+        bench.fp32(kTokens, kColumns, [&](std::int64_t i) { return normal(8, micro_batch, i); });
     bench.context.random.micro_batch = micro_batch;
     exact.add_weight_gradient(bench.context, 0, dy, x);
     packed.add_weight_gradient(bench.context, 0, dy, x);
@@ -267,7 +279,8 @@ TEST(MainGradients, AddsTheWeightGradientOfALinearLayer) {
 TEST(MainGradients, EightBitGradientsTakeAQuarterAndNoLargerBufferLivesThanTheWorkspace) {
   constexpr std::int64_t kTokens = 16;
   Bench bench;
-  const std::vector<Parameter> parameters{matrix("a", 256, 512), matrix("b", 384, 256), norm_weight("norm", 256)};
+  const std::vector<Parameter> parameters{matrix("a", 256, 512), matrix("b", 384, 256),
+                                          norm_weight("norm", 256)};
   const std::size_t used = bench.memory.used();
   MainGradients gradients(bench.memory, parameters, {kE4m3}, ElementType::kBf16);
   const std::size_t taken = bench.memory.used() - used;
@@ -288,8 +301,10 @@ TEST(MainGradients, EightBitGradientsTakeAQuarterAndNoLargerBufferLivesThanTheWo
   const auto accumulate_all = [&](const Context& context) {
     gradients.zero(context);
     for (std::size_t p = 0; p < 2; ++p) {
-      const Tensor dy = bench.fp32(kTokens, parameters[p].rows, [](std::int64_t i) { return normal(9, 0, i); });
-      const Tensor x = bench.fp32(kTokens, parameters[p].columns, [](std::int64_t i) { return normal(10, 0, i); });
+      const Tensor dy =
+          bench.fp32(kTokens, parameters[p].rows, [](std::int64_t i) { return normal(9, 0, i); });
+      const Tensor x =
+          bench.fp32(kTokens, parameters[p].columns, [](std::int64_t i) { return normal(10, 0, i); });
       gradients.add_weight_gradient(context, p, dy, x);
     }
     gradients.norm(context, 1.0);
@@ -313,7 +328,8 @@ TEST(MainGradients, NormIsThatOfTheStoredGradients) {
   for (std::int64_t i = 0; i < 50; ++i) vector.as<float>()[i] = static_cast<float>(i);
   double total = 0;
   for (std::size_t p = 0; p < 2; ++p) {
-    for (const float value : bench.decoded(gradients.gradient(p))) total += static_cast<double>(value) * value;
+    for (const float value : bench.decoded(gradients.gradient(p)))
+      total += static_cast<double>(value) * value;
   }
   EXPECT_NEAR(gradients.norm(bench.context, 0.125), std::sqrt(total) * 0.125, 1e-12 * std::sqrt(total));
   EXPECT_TRUE(gradients.read_counters(bench.context).empty());
@@ -321,10 +337,13 @@ TEST(MainGradients, NormIsThatOfTheStoredGradients) {
 
 // E4M3 has no NaN or Inf to store, so the norm must not rely on what it decodes.
 TEST(MainGradients, NormNamesTheParameterWhoseGradientIsNotFinite) {
-  for (const QuantFormat& format : {kE4m3, kInt8, exact_format(ElementType::kFp32), exact_format(ElementType::kBf16)}) {
-    for (const float poison : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+  for (const QuantFormat& format :
+       {kE4m3, kInt8, exact_format(ElementType::kFp32), exact_format(ElementType::kBf16)}) {
+    for (const float poison :
+         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
       Bench bench;
-      MainGradients gradients(bench.memory, {matrix("layers.0.down", 4, 128), matrix("layers.1.down", 4, 128)},
+      MainGradients gradients(bench.memory,
+                              {matrix("layers.0.down", 4, 128), matrix("layers.1.down", 4, 128)},
                               {format}, ElementType::kBf16);
       gradients.zero(bench.context);
       const Tensor addend = bench.fp32(4, 128, [](std::int64_t i) { return normal(12, 0, i); });
@@ -351,9 +370,11 @@ TEST(MainGradients, NormNamesTheParameterWhoseGradientIsNotFinite) {
 
 TEST(MainGradients, CountersNameTheParameterAndRestartWithTheStep) {
   Bench bench;
-  MainGradients gradients(bench.memory, {matrix("a", 2, 128), matrix("b", 2, 128)}, {kE4m3}, ElementType::kBf16);
+  MainGradients gradients(bench.memory, {matrix("a", 2, 128), matrix("b", 2, 128)}, {kE4m3},
+                          ElementType::kBf16);
   gradients.zero(bench.context);
-  const Tensor tiny = bench.fp32(2, 128, [](std::int64_t) { return 1e-40; });  // its scale flushes to zero
+  const Tensor tiny =
+      bench.fp32(2, 128, [](std::int64_t) { return 1e-40; });  // its scale flushes to zero
   gradients.add(bench.context, 1, tiny);
   const auto counted = gradients.read_counters(bench.context);
   ASSERT_EQ(counted.size(), 1u);

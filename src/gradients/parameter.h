@@ -9,7 +9,15 @@
 namespace agoq {
 
 /// Kinds of parameters: what a report groups by.
-enum class ParameterKind : std::uint8_t { kEmbedding, kNorm, kQkv, kAttentionOutput, kGateUp, kDown, kHead };
+enum class ParameterKind : std::uint8_t {
+  kEmbedding,
+  kNorm,
+  kQkv,
+  kAttentionOutput,
+  kGateUp,
+  kDown,
+  kHead
+};
 constexpr std::string_view name_of(ParameterKind kind) {
   switch (kind) {
     case ParameterKind::kEmbedding: return "embedding";

@@ -17,10 +17,10 @@ enum class RopeScaling : std::uint8_t {
 struct RopeConfig {
   double theta = 10000.0;
   RopeScaling scaling = RopeScaling::kPlain;
-  double factor = 1.0;                    // kLinear, kLlama3
-  double low_frequency_factor = 1.0;      // kLlama3
-  double high_frequency_factor = 4.0;     // kLlama3
-  std::int64_t original_positions = 8192; // kLlama3
+  double factor = 1.0;                     // kLinear, kLlama3
+  double low_frequency_factor = 1.0;       // kLlama3
+  double high_frequency_factor = 4.0;      // kLlama3
+  std::int64_t original_positions = 8192;  // kLlama3
 
   bool operator==(const RopeConfig&) const = default;
 };

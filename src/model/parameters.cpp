@@ -33,8 +33,10 @@ ParameterIndex walk_parameters(const ModelConfig& config, Visit visit) {
     block.o = add(prefix + "o", ParameterKind::kAttentionOutput, config.hidden, attention.output_width(),
                   config.segments);
     block.norm2 = add_norm(prefix + "norm2");
-    block.gate_up = add(prefix + "gate_up", ParameterKind::kGateUp, 2 * config.feed_forward, config.hidden, 1);
-    block.down = add(prefix + "down", ParameterKind::kDown, config.hidden, config.feed_forward, config.segments);
+    block.gate_up =
+        add(prefix + "gate_up", ParameterKind::kGateUp, 2 * config.feed_forward, config.hidden, 1);
+    block.down =
+        add(prefix + "down", ParameterKind::kDown, config.hidden, config.feed_forward, config.segments);
     index.blocks.push_back(block);
   }
   index.final_norm = add_norm("final_norm");
@@ -79,7 +81,8 @@ void initial_values(const ModelConfig& config, const Parameter& parameter, std::
   key = key.with(RandomPurpose::kInitialWeight, static_cast<std::uint32_t>(index));
 #pragma omp parallel for
   for (std::int64_t i = 0; i < count; ++i) {
-    values[i] = static_cast<float>(deviation * random_normal(key, static_cast<std::uint64_t>(begin + i)));
+    values[i] =
+        static_cast<float>(deviation * random_normal(key, static_cast<std::uint64_t>(begin + i)));
   }
 }
 

@@ -24,7 +24,8 @@ double scaled(const RopeConfig& config, double frequency) {
 }
 
 template <typename T>
-void write_rows(const std::vector<double>& frequencies, std::int64_t first, std::int64_t count, T* rows) {
+void write_rows(const std::vector<double>& frequencies, std::int64_t first, std::int64_t count,
+                T* rows) {
   for (std::int64_t p = 0; p < count; ++p) {
     for (std::size_t i = 0; i < frequencies.size(); ++i) {
       const double angle = static_cast<double>(first + p) * frequencies[i];
@@ -62,7 +63,8 @@ Tensor make_rope_table(const Context& context, Arena& arena, const RopeConfig& c
       write_rows(frequencies, first, count, reinterpret_cast<float*>(piece.data()));
     }
     const std::size_t row_bytes = static_cast<std::size_t>(row_elements) * size_of(type);
-    context.backend.upload(context, piece.data(), table.data + static_cast<std::size_t>(first) * row_bytes,
+    context.backend.upload(context, piece.data(),
+                           table.data + static_cast<std::size_t>(first) * row_bytes,
                            static_cast<std::size_t>(count) * row_bytes);
   }
   return table;

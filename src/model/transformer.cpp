@@ -23,14 +23,15 @@ std::vector<LayerSlots> transformer_saves(const ModelConfig& config) {
   return layers;
 }
 
-Transformer::Transformer(const Context& context, const ModelConfig& config, Arena& weights, Arena& tables,
-                         std::int64_t positions)
+Transformer::Transformer(const Context& context, const ModelConfig& config, Arena& weights,
+                         Arena& tables, std::int64_t positions)
     : config_(config), parameters_(parameters_of(config)), index_(index_parameters(config)) {
   config_.check();
   for (const Parameter& parameter : parameters_) {
     weights_.push_back(weights.take(config_.dtype, Shape{parameter.rows, parameter.columns}));
   }
-  rope_table_ = make_rope_table(context, tables, config_.rope, config_.head_size, positions, config_.dtype);
+  rope_table_ =
+      make_rope_table(context, tables, config_.rope, config_.head_size, positions, config_.dtype);
 }
 
 Tensor Transformer::final_norm_weight() const {
@@ -80,7 +81,8 @@ void Transformer::backward(const Context& context, const Batch& batch, Activatio
 void Transformer::evaluate(const Context& context, const Batch& batch, ActivationStore& store,
                            const Tensor& token_loss) const {
   const Arena::Scope scope(context.workspace);
-  const Tensor output = context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
+  const Tensor output =
+      context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
   const std::size_t frame = store.open();
   forward_to_norm(context, batch, store, frame, output);
   store.close(frame);
@@ -90,7 +92,8 @@ void Transformer::evaluate(const Context& context, const Batch& batch, Activatio
 void Transformer::logits(const Context& context, const Batch& batch, ActivationStore& store,
                          std::int64_t first, std::int64_t last, const Tensor& logits) const {
   const Arena::Scope scope(context.workspace);
-  const Tensor output = context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
+  const Tensor output =
+      context.workspace.take(config_.dtype, Shape{batch.tokens.count(), config_.hidden});
   const std::size_t frame = store.open();
   forward_to_norm(context, batch, store, frame, output);
   store.close(frame);
@@ -107,8 +110,8 @@ std::size_t Transformer::loss_workspace(const Context& context, std::int64_t tok
   batch.targets = operands.take(ElementType::kInt32, Shape{tokens});
   batch.weights = operands.take(ElementType::kFp32, Shape{tokens});
   const Tensor token_loss = operands.take(statistics_type(config_.dtype), Shape{tokens});
-  head_and_loss(measuring, batch, operands.take(config_.dtype, Shape{tokens, config_.hidden}), token_loss,
-                &gradients);
+  head_and_loss(measuring, batch, operands.take(config_.dtype, Shape{tokens, config_.hidden}),
+                token_loss, &gradients);
   return workspace.high_water();
 }
 

@@ -43,8 +43,8 @@ class Transformer {
   /// Losses without saving anything; `store` follows make_forward_only_plan.
   void evaluate(const Context&, const Batch&, ActivationStore& store, const Tensor& token_loss) const;
   /// The logits, compute type [last - first, V], of tokens [first, last) of the batch.
-  void logits(const Context&, const Batch&, ActivationStore& store, std::int64_t first, std::int64_t last,
-              const Tensor& logits) const;
+  void logits(const Context&, const Batch&, ActivationStore& store, std::int64_t first,
+              std::int64_t last, const Tensor& logits) const;
 
   /// Workspace bytes that the head and loss of forward take for `tokens` tokens. For the memory plan.
   std::size_t loss_workspace(const Context&, std::int64_t tokens, MainGradients& gradients) const;

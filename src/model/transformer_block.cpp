@@ -46,14 +46,16 @@ void mlp_backward(const Context& context, const BlockCall& call, const Tensor& d
 
   // delta_out = hidden Wdown^T; hidden is kept, or recomputed with the gradient of gate_up.
   const Tensor dhidden = context.workspace.take(config.dtype, Shape{tokens, config.feed_forward});
-  backend.matmul(context, dx, Transpose::kNo, call.weights[call.parameters.down], Transpose::kNo, dhidden);
+  backend.matmul(context, dx, Transpose::kNo, call.weights[call.parameters.down], Transpose::kNo,
+                 dhidden);
   const Tensor dgate_up = context.workspace.take(config.dtype, Shape{tokens, 2 * config.feed_forward});
   {
     const Arena::Scope hidden_scope(context.workspace);
     const bool kept = frame.kept(kMlpHidden);
-    const Tensor hidden = kept ? frame.load(context, kMlpHidden)
-                               : context.workspace.take(config.dtype, dhidden.shape);
-    backend.swiglu_backward_saved(context, dhidden, frame.saved(kGateUp), dgate_up, kept ? Tensor{} : hidden);
+    const Tensor hidden =
+        kept ? frame.load(context, kMlpHidden) : context.workspace.take(config.dtype, dhidden.shape);
+    backend.swiglu_backward_saved(context, dhidden, frame.saved(kGateUp), dgate_up,
+                                  kept ? Tensor{} : hidden);
     gradients.add_weight_gradient(context, call.parameters.down, dx, hidden);
   }
   // gate_up = n2 Wgu^T.
@@ -64,7 +66,8 @@ void mlp_backward(const Context& context, const BlockCall& call, const Tensor& d
     gradients.add_weight_gradient(context, call.parameters.gate_up, dgate_up, n2);
   }
   const Tensor dn2 = context.workspace.take(config.dtype, dx.shape);
-  backend.matmul(context, dgate_up, Transpose::kNo, call.weights[call.parameters.gate_up], Transpose::kNo, dn2);
+  backend.matmul(context, dgate_up, Transpose::kNo, call.weights[call.parameters.gate_up],
+                 Transpose::kNo, dn2);
   backend.norm_backward_saved(context, config.norm, dn2, frame.saved(kNorm2Input),
                               weight_of(call, call.parameters.norm2), config.norm_epsilon,
                               frame.load_if_kept(context, kNorm2Rstd), dx,
@@ -129,8 +132,8 @@ LayerSlots block_saves(const ModelConfig& config) {
   };
 }
 
-void block_forward(const Context& context, const BlockCall& call, const Tensor& x, const Tensor& delta_in,
-                   const Tensor& delta_out, LayerFrame frame) {
+void block_forward(const Context& context, const BlockCall& call, const Tensor& x,
+                   const Tensor& delta_in, const Tensor& delta_out, LayerFrame frame) {
   Backend& backend = context.backend;
   const ModelConfig& config = call.config;
   const AttentionShape attention = config.attention();
@@ -139,10 +142,10 @@ void block_forward(const Context& context, const BlockCall& call, const Tensor& 
   {
     const Arena::Scope attention_scope(context.workspace);
     const Tensor n1 = frame.output(context, kNorm1Output);
-    backend.residual_norm_forward(context, config.norm, x, delta_in, weight_of(call, call.parameters.norm1),
-                                  config.norm_epsilon, n1, frame.output(context, kNorm1Rstd),
-                                  frame.destination(kNorm1Input, x), frame.key(context, kNorm1Input),
-                                  frame.counters(kNorm1Input));
+    backend.residual_norm_forward(context, config.norm, x, delta_in,
+                                  weight_of(call, call.parameters.norm1), config.norm_epsilon, n1,
+                                  frame.output(context, kNorm1Rstd), frame.destination(kNorm1Input, x),
+                                  frame.key(context, kNorm1Input), frame.counters(kNorm1Input));
     frame.save(context, kNorm1Output, n1);
 
     const Tensor qkv = frame.output(context, kQkv);
@@ -154,23 +157,26 @@ void block_forward(const Context& context, const BlockCall& call, const Tensor& 
     frame.save(context, kQkv, qkv);
     frame.save(context, kAttentionOutput, o);
     // delta_in has been added to x: its memory may serve for the attention's output.
-    backend.matmul(context, o, Transpose::kNo, call.weights[call.parameters.o], Transpose::kYes, delta_out);
+    backend.matmul(context, o, Transpose::kNo, call.weights[call.parameters.o], Transpose::kYes,
+                   delta_out);
   }
 
   const Tensor n2 = frame.output(context, kNorm2Output);
-  backend.residual_norm_forward(context, config.norm, x, delta_out, weight_of(call, call.parameters.norm2),
-                                config.norm_epsilon, n2, frame.output(context, kNorm2Rstd),
-                                frame.destination(kNorm2Input, x), frame.key(context, kNorm2Input),
-                                frame.counters(kNorm2Input));
+  backend.residual_norm_forward(context, config.norm, x, delta_out,
+                                weight_of(call, call.parameters.norm2), config.norm_epsilon, n2,
+                                frame.output(context, kNorm2Rstd), frame.destination(kNorm2Input, x),
+                                frame.key(context, kNorm2Input), frame.counters(kNorm2Input));
   frame.save(context, kNorm2Output, n2);
 
   const Tensor gate_up = frame.output(context, kGateUp);
-  backend.matmul(context, n2, Transpose::kNo, call.weights[call.parameters.gate_up], Transpose::kYes, gate_up);
+  backend.matmul(context, n2, Transpose::kNo, call.weights[call.parameters.gate_up], Transpose::kYes,
+                 gate_up);
   const Tensor hidden = frame.output(context, kMlpHidden);
   backend.swiglu_forward_save(context, gate_up, hidden, frame.destination(kGateUp, gate_up),
                               frame.key(context, kGateUp), frame.counters(kGateUp));
   frame.save(context, kMlpHidden, hidden);
-  backend.matmul(context, hidden, Transpose::kNo, call.weights[call.parameters.down], Transpose::kYes, delta_out);
+  backend.matmul(context, hidden, Transpose::kNo, call.weights[call.parameters.down], Transpose::kYes,
+                 delta_out);
 }
 
 void block_backward(const Context& context, const BlockCall& call, const Tensor& dx, LayerFrame frame,

@@ -49,7 +49,8 @@ struct Fixture {
       initial_values(model_config, parameter, p, 3, 0, parameter.rows, values.data());
       // Norm weights away from one, so that their part in each formula shows.
       if (parameter.kind == ParameterKind::kNorm) {
-        for (std::size_t i = 0; i < values.size(); ++i) values[i] = 1.0f + 0.3f * std::sin(static_cast<float>(i));
+        for (std::size_t i = 0; i < values.size(); ++i)
+          values[i] = 1.0f + 0.3f * std::sin(static_cast<float>(i));
       }
       const Tensor source{reinterpret_cast<std::byte*>(values.data()), ElementType::kFp32,
                           model.weights()[p].shape};
@@ -66,8 +67,10 @@ struct Fixture {
     std::int32_t document = 0;
     for (std::int32_t n = 0; n < kTokens; ++n) {
       if (n == starts[document + 1]) ++document;
-      batch.tokens.as<std::int32_t>()[n] = (n * 5 + 2) % static_cast<std::int32_t>(model_config.vocabulary);
-      batch.targets.as<std::int32_t>()[n] = (n * 11 + 1) % static_cast<std::int32_t>(model_config.vocabulary);
+      batch.tokens.as<std::int32_t>()[n] =
+          (n * 5 + 2) % static_cast<std::int32_t>(model_config.vocabulary);
+      batch.targets.as<std::int32_t>()[n] =
+          (n * 11 + 1) % static_cast<std::int32_t>(model_config.vocabulary);
       batch.weights.as<float>()[n] = n == 4 ? 0.0f : n == 6 ? 0.5f : 1.0f;
       batch.positions.as<std::int32_t>()[n] = n - starts[document];
     }
@@ -226,7 +229,8 @@ TEST(Transformer, QuantisingActivationsLeavesTheLossAndMovesTheGradients) {
   EXPECT_GT(nf4, 4 * int8);
   EXPECT_LT(nf4, 0.4);
   EXPECT_GT(uniform, nf4) << "attention quantised too";
-  fmt::print("int8 {:.4f}, nf4 {:.4f}, uniform int8 {:.4f}, uniform nf4 {:.4f}\n", int8, nf4, uniform_int8, uniform);
+  fmt::print("int8 {:.4f}, nf4 {:.4f}, uniform int8 {:.4f}, uniform nf4 {:.4f}\n", int8, nf4,
+             uniform_int8, uniform);
 }
 
 TEST(Transformer, ALossChunkOfAnySizeGivesTheSameLossAndGradient) {
@@ -245,12 +249,14 @@ TEST(Transformer, DocumentsDoNotSeeEachOther) {
   Fixture together(tiny_config(ElementType::kFp64), with_policy(SavePolicy::kKeep),
                    exact_format(ElementType::kFp64));
   together.loss();
-  std::vector<double> losses(together.token_loss.as<double>(), together.token_loss.as<double>() + Fixture::kTokens);
+  std::vector<double> losses(together.token_loss.as<double>(),
+                             together.token_loss.as<double>() + Fixture::kTokens);
   // Change the first document: the others' losses stay.
   together.batch.tokens.as<std::int32_t>()[0] = 9;
   together.loss();
   EXPECT_NE(together.token_loss.as<double>()[2], losses[2]);
-  for (std::size_t n = 3; n < losses.size(); ++n) EXPECT_EQ(together.token_loss.as<double>()[n], losses[n]) << n;
+  for (std::size_t n = 3; n < losses.size(); ++n)
+    EXPECT_EQ(together.token_loss.as<double>()[n], losses[n]) << n;
 }
 
 // method.md's bytes for LLaMA3-8B, per token and layer.
@@ -277,9 +283,11 @@ TEST(Transformer, KeepsTheBytesPerTokenThatTheMethodPromises) {
   // Cut into 16 segments for tensor parallelism, gate and up have a BF16 scale per 896 elements
   // instead of per 1,024: 8 bytes more.
   config.segments = 16;
-  EXPECT_EQ(saved_bytes(transformer_saves(config).front(),
-                        make_bit_plan(transformer_saves(config), with_policy(SavePolicy::kAgoq)).layers.front(), 1),
-            40264 + 8);
+  EXPECT_EQ(
+      saved_bytes(
+          transformer_saves(config).front(),
+          make_bit_plan(transformer_saves(config), with_policy(SavePolicy::kAgoq)).layers.front(), 1),
+      40264 + 8);
 }
 
 TEST(Transformer, CountsTheParametersOfLlama3) {

@@ -9,7 +9,8 @@ namespace agoq {
 namespace {
 
 constexpr QuantFormat kFirstMomentFormat{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest};
-constexpr QuantFormat kSecondMomentFormat{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
+constexpr QuantFormat kSecondMomentFormat{Code::kDynamic8Unsigned, 256, ScaleType::kFp32,
+                                          Rounding::kNearest};
 
 // A scaled gradient above this would square to an FP32 second moment of Inf.
 constexpr double kLargestNorm = 1e19;
@@ -43,7 +44,8 @@ void append(std::vector<std::byte>& bytes, T value) {
 }
 
 // BF16 weights are rounded half away from zero under every MasterKind, so that all start from the same.
-void convert(const std::vector<float>& initial, ElementType weight_type, MasterKind kind, InitialBytes& bytes) {
+void convert(const std::vector<float>& initial, ElementType weight_type, MasterKind kind,
+             InitialBytes& bytes) {
   bytes.weight.clear();
   bytes.master.clear();
   for (const float value : initial) {
@@ -64,11 +66,13 @@ void convert(const std::vector<float>& initial, ElementType weight_type, MasterK
 
 AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& parameters,
              const OptimizerConfig& config, ElementType model_type)
-    : config_(config), master_kind_(model_type == ElementType::kBf16 ? config.master : MasterKind::kNone) {
+    : config_(config),
+      master_kind_(model_type == ElementType::kBf16 ? config.master : MasterKind::kNone) {
   check_config(config);
   check_input(model_type == ElementType::kBf16 || model_type == ElementType::kFp32 ||
                   model_type == ElementType::kFp64,
-              "the optimizer updates bf16, fp32 or fp64 weights; the model's are {}", name_of(model_type));
+              "the optimizer updates bf16, fp32 or fp64 weights; the model's are {}",
+              name_of(model_type));
   const QuantFormat exact = exact_format(statistics_type(model_type));
   for (const Parameter& parameter : parameters) {
     const bool quantised = config.moments_8bit && parameter.count() >= kSmallTensor;
@@ -76,11 +80,12 @@ AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& param
     const QuantFormat second_format = quantised ? kSecondMomentFormat : exact;
     first_.push_back(take(moments, first_format, parameter.grid()));
     second_.push_back(take(moments, second_format, parameter.grid()));
-    moment_bytes_ += storage_bytes(first_format, parameter.grid()) +
-                     storage_bytes(second_format, parameter.grid());
+    moment_bytes_ +=
+        storage_bytes(first_format, parameter.grid()) + storage_bytes(second_format, parameter.grid());
     Tensor master;
     if (master_kind_ != MasterKind::kNone) {
-      const ElementType type = master_kind_ == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
+      const ElementType type =
+          master_kind_ == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
       master = masters.take(type, Shape{parameter.rows, parameter.columns});
       master_bytes_ += master.bytes();
     }
@@ -92,8 +97,8 @@ void AdamW::initialise(const Context& context, std::size_t parameter, const Tens
                        const Tensor& weight) {
   check(initial.type == ElementType::kFp32 && initial.count() == weight.count() &&
             initial.count() == first_.at(parameter).grid.count(),
-        "initial values of parameter {} must be fp32, {} of them; they are {} {} for a weight {}", parameter,
-        first_.at(parameter).grid.count(), name_of(initial.type), initial.shape.to_string(),
+        "initial values of parameter {} must be fp32, {} of them; they are {} {} for a weight {}",
+        parameter, first_.at(parameter).grid.count(), name_of(initial.type), initial.shape.to_string(),
         weight.shape.to_string());
   zero_planes(context, first_[parameter]);
   zero_planes(context, second_[parameter]);
@@ -146,7 +151,8 @@ double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
   for (std::size_t parameter = 0; parameter < first_.size(); ++parameter) {
     scalars.weight_decay = parameters[parameter].is_vector() ? 0.0 : config_.weight_decay;
     // The update belongs to the step, whichever micro-batch the context saw last.
-    RandomKey key = context.random.with(RandomPurpose::kWeightRounding, static_cast<std::uint32_t>(parameter));
+    RandomKey key =
+        context.random.with(RandomPurpose::kWeightRounding, static_cast<std::uint32_t>(parameter));
     key.step = static_cast<std::uint32_t>(step);
     key.micro_batch = 0;
     context.backend.adamw_update(context,

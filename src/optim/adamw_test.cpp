@@ -59,12 +59,15 @@ struct Training {
   }
 
   Tensor host_values(std::size_t p, const Values& values) {
-    const Tensor tensor = weight_memory.take(ElementType::kFp32, Shape{parameters[p].rows, parameters[p].columns});
-    for (std::int64_t i = 0; i < tensor.count(); ++i) tensor.as<float>()[i] = static_cast<float>(values(p, i));
+    const Tensor tensor =
+        weight_memory.take(ElementType::kFp32, Shape{parameters[p].rows, parameters[p].columns});
+    for (std::int64_t i = 0; i < tensor.count(); ++i)
+      tensor.as<float>()[i] = static_cast<float>(values(p, i));
     return tensor;
   }
 
-  double step(std::int64_t step, double learning_rate, const Values& gradient, double gradient_scale = 1.0) {
+  double step(std::int64_t step, double learning_rate, const Values& gradient,
+              double gradient_scale = 1.0) {
     context.random.step = static_cast<std::uint32_t>(step);
     gradients.zero(context);
     for (std::size_t p = 0; p < parameters.size(); ++p) {
@@ -115,7 +118,8 @@ struct Golden {
     std::string line;
     std::getline(file, line);
     check(line.starts_with("# torch"), "tests/golden/adamw.txt was expected to name its torch version");
-    file >> rows >> columns >> steps >> config.beta1 >> config.beta2 >> config.epsilon >> config.weight_decay;
+    file >> rows >> columns >> steps >> config.beta1 >> config.beta2 >> config.epsilon >>
+        config.weight_decay;
     initial = read(file);
     for (std::int64_t s = 0; s < steps; ++s) {
       Step step;
@@ -125,7 +129,8 @@ struct Golden {
       step.fp64 = read(file);
       trajectory.push_back(step);
     }
-    check(static_cast<bool>(file), "tests/golden/adamw.txt ends early: run scripts/make_adamw_golden.py");
+    check(static_cast<bool>(file),
+          "tests/golden/adamw.txt ends early: run scripts/make_adamw_golden.py");
   }
   std::vector<double> read(std::istream& file) const {
     std::vector<double> values(static_cast<std::size_t>(rows * columns));
@@ -138,17 +143,20 @@ TEST(AdamW, EqualsPyTorchInFp32AndFp64) {
   const Golden golden;
   ASSERT_GE(golden.steps, 20);
   for (const ElementType type : {ElementType::kFp32, ElementType::kFp64}) {
-    Training training({matrix("w", golden.rows, golden.columns)}, golden.config, type, exact_format(type),
-                      [&](std::size_t, std::int64_t i) { return golden.initial[static_cast<std::size_t>(i)]; });
+    Training training(
+        {matrix("w", golden.rows, golden.columns)}, golden.config, type, exact_format(type),
+        [&](std::size_t, std::int64_t i) { return golden.initial[static_cast<std::size_t>(i)]; });
     EXPECT_EQ(training.optimizer.first_moment(0).format, exact_format(type));
     for (std::int64_t s = 0; s < golden.steps; ++s) {
       const Golden::Step& step = golden.trajectory[static_cast<std::size_t>(s)];
-      training.step(s + 1, step.learning_rate,
-                    [&](std::size_t, std::int64_t i) { return step.gradient[static_cast<std::size_t>(i)]; });
+      training.step(s + 1, step.learning_rate, [&](std::size_t, std::int64_t i) {
+        return step.gradient[static_cast<std::size_t>(i)];
+      });
       for (std::int64_t i = 0; i < golden.rows * golden.columns; ++i) {
         const bool is_fp32 = type == ElementType::kFp32;
         const double expected = (is_fp32 ? step.fp32 : step.fp64)[static_cast<std::size_t>(i)];
-        ASSERT_NEAR(training.weight(0, i), expected, (is_fp32 ? 1e-6 : 1e-14) * std::max(1.0, std::abs(expected)))
+        ASSERT_NEAR(training.weight(0, i), expected,
+                    (is_fp32 ? 1e-6 : 1e-14) * std::max(1.0, std::abs(expected)))
             << name_of(type) << " step " << s + 1 << " element " << i;
       }
     }
@@ -162,17 +170,20 @@ TEST(AdamW, MastersOfABf16ModelEqualPyTorchInFp32) {
     OptimizerConfig config = golden.config;
     config.master = kind;
     Training training({matrix("w", golden.rows, golden.columns)}, config, ElementType::kBf16,
-                      exact_format(ElementType::kFp32),
-                      [&](std::size_t, std::int64_t i) { return golden.initial[static_cast<std::size_t>(i)]; });
+                      exact_format(ElementType::kFp32), [&](std::size_t, std::int64_t i) {
+                        return golden.initial[static_cast<std::size_t>(i)];
+                      });
     for (std::int64_t s = 0; s < golden.steps; ++s) {
       const Golden::Step& step = golden.trajectory[static_cast<std::size_t>(s)];
-      training.step(s + 1, step.learning_rate,
-                    [&](std::size_t, std::int64_t i) { return step.gradient[static_cast<std::size_t>(i)]; });
+      training.step(s + 1, step.learning_rate, [&](std::size_t, std::int64_t i) {
+        return step.gradient[static_cast<std::size_t>(i)];
+      });
     }
     for (std::int64_t i = 0; i < golden.rows * golden.columns; ++i) {
       const double expected = golden.trajectory.back().fp32[static_cast<std::size_t>(i)];
       EXPECT_NEAR(training.master(0, i), expected, 1e-6 * std::max(1.0, std::abs(expected)));
-      EXPECT_EQ(training.weight(0, i), to_float(to_bf16_half_away(static_cast<float>(training.master(0, i)))));
+      EXPECT_EQ(training.weight(0, i),
+                to_float(to_bf16_half_away(static_cast<float>(training.master(0, i)))));
     }
   }
 }
@@ -180,8 +191,11 @@ TEST(AdamW, MastersOfABf16ModelEqualPyTorchInFp32) {
 // --- master weights ---
 
 TEST(AdamW, SplitAndFp32MastersGiveTheSameBitsOver50Steps) {
-  const std::vector<Parameter> parameters{matrix("w", 24, 520, 4), matrix("small", 3, 40), norm_weight("norm", 520)};
-  const auto initial = [](std::size_t p, std::int64_t i) { return 0.02 * normal(static_cast<std::uint32_t>(p), 0, i); };
+  const std::vector<Parameter> parameters{matrix("w", 24, 520, 4), matrix("small", 3, 40),
+                                          norm_weight("norm", 520)};
+  const auto initial = [](std::size_t p, std::int64_t i) {
+    return 0.02 * normal(static_cast<std::uint32_t>(p), 0, i);
+  };
   OptimizerConfig config;
   config.master = MasterKind::kFp32;
   Training whole(parameters, config, ElementType::kBf16, kE4m3, initial);
@@ -204,15 +218,16 @@ TEST(AdamW, SplitAndFp32MastersGiveTheSameBitsOver50Steps) {
     ASSERT_TRUE(equal_weights(whole, split)) << "step " << step;
   }
   for (std::size_t p = 0; p < parameters.size(); ++p) {
-    for (std::int64_t i = 0; i < parameters[p].count(); ++i) ASSERT_EQ(whole.master(p, i), split.master(p, i));
+    for (std::int64_t i = 0; i < parameters[p].count(); ++i)
+      ASSERT_EQ(whole.master(p, i), split.master(p, i));
   }
   EXPECT_FALSE(equal_weights(whole, none));  // rounded stochastically instead
   EXPECT_EQ(whole.optimizer.master_bytes(), 2 * split.optimizer.master_bytes());
   EXPECT_EQ(none.optimizer.master_bytes(), 0u);
 }
 
-// Weights of 1 with a BF16 spacing of h = 2^-8 below; a steady gradient moves them by the learning rate of
-// 1e-4 per step, a 39th of h, which nearest rounding would lose every time. Stochastic rounding moves
+// Weights of 1 with a BF16 spacing of h = 2^-8 below; a steady gradient moves them by the learning rate
+// of 1e-4 per step, a 39th of h, which nearest rounding would lose every time. Stochastic rounding moves
 // by h with probability 1e-4 / h: unbiased, with a variance of about 1e-4 h per step and element.
 TEST(AdamW, StochasticRoundingWithoutMasterLosesNoSmallUpdates) {
   constexpr std::int64_t kElements = 64 * 256;
@@ -286,8 +301,8 @@ TEST(AdamW, MomentsAreEightBitFromSmallTensorOnAndFollowTheGrid) {
   EXPECT_EQ(fp32.master_kind(), MasterKind::kNone);
 }
 
-// The worst the dynamic map can do, carried along. Its widest steps, in the top decade, are .9 / 64 of the
-// block's absmax for m and .9 / 128 for v, so encoding adds at most half of that, and
+// The worst the dynamic map can do, carried along. Its widest steps, in the top decade, are .9 / 64 of
+// the block's absmax for m and .9 / 128 for v, so encoding adds at most half of that, and
 //   B_m <- beta1 (B_m + .9/128 absmax_m)      B_v <- beta2 (B_v + .9/256 absmax_v)
 // bound the error of the moments that the update uses; a weight then differs by at most
 //   rate (B_m / d- + |m| (1 / d- - 1 / d+)),   d-+ = sqrt(v -+ B_v) / sqrt(1 - beta2^t) + epsilon
@@ -299,12 +314,15 @@ TEST(AdamW, EightBitMomentsTrackFp32WithinTheDerivedBound) {
   constexpr double kRate = 1e-3;
   OptimizerConfig config = plain_config();
   const auto initial = [](std::size_t, std::int64_t i) { return 0.02 * normal(30, 0, i); };
-  Training packed({matrix("w", kRows, kColumns)}, config, ElementType::kFp32, exact_format(ElementType::kFp32), initial);
+  Training packed({matrix("w", kRows, kColumns)}, config, ElementType::kFp32,
+                  exact_format(ElementType::kFp32), initial);
   config.moments_8bit = false;
-  Training exact({matrix("w", kRows, kColumns)}, config, ElementType::kFp32, exact_format(ElementType::kFp32), initial);
+  Training exact({matrix("w", kRows, kColumns)}, config, ElementType::kFp32,
+                 exact_format(ElementType::kFp32), initial);
   ASSERT_EQ(packed.optimizer.first_moment(0).format.code, Code::kDynamic8);
 
-  std::vector<double> m(kElements), v(kElements), bound_m(kElements), bound_v(kElements), bound(kElements);
+  std::vector<double> m(kElements), v(kElements), bound_m(kElements), bound_v(kElements),
+      bound(kElements);
   double difference = 0;
   double distance = 0;
   for (std::uint32_t step = 1; step <= 60; ++step) {
@@ -322,7 +340,8 @@ TEST(AdamW, EightBitMomentsTrackFp32WithinTheDerivedBound) {
       v[i] = config.beta2 * v[i] + (1 - config.beta2) * g * g;
       const double nearer = std::sqrt(std::max(0.0, v[i] - bound_v[i])) / correction2 + config.epsilon;
       const double farther = std::sqrt(v[i] + bound_v[i]) / correction2 + config.epsilon;
-      bound[i] += kRate / correction1 * (bound_m[i] / nearer + std::abs(m[i]) * (1 / nearer - 1 / farther));
+      bound[i] +=
+          kRate / correction1 * (bound_m[i] / nearer + std::abs(m[i]) * (1 / nearer - 1 / farther));
     }
     for (std::size_t begin = 0; begin < kElements;) {
       const std::size_t column = begin % kColumns;
@@ -360,9 +379,11 @@ TEST(AdamW, EightBitMomentsTrackFp32UnderHeavyTails) {
   constexpr int kSteps = 50;
   OptimizerConfig config = plain_config();
   const auto initial = [](std::size_t, std::int64_t) { return 0.0; };
-  Training packed({matrix("w", kRows, kColumns)}, config, ElementType::kFp32, exact_format(ElementType::kFp32), initial);
+  Training packed({matrix("w", kRows, kColumns)}, config, ElementType::kFp32,
+                  exact_format(ElementType::kFp32), initial);
   config.moments_8bit = false;
-  Training exact({matrix("w", kRows, kColumns)}, config, ElementType::kFp32, exact_format(ElementType::kFp32), initial);
+  Training exact({matrix("w", kRows, kColumns)}, config, ElementType::kFp32,
+                 exact_format(ElementType::kFp32), initial);
   for (std::uint32_t step = 1; step <= kSteps; ++step) {
     const auto gradient = [&](std::size_t, std::int64_t i) {
       // A coherent part per element, noise, and every fourth step only for half of the rows.
@@ -384,8 +405,8 @@ TEST(AdamW, EightBitMomentsTrackFp32UnderHeavyTails) {
   EXPECT_LT(largest, 1e-3 * kSteps * 2);
 }
 
-// One element of the block has 3e-4 of the others' gradient, so its v is 9e-8 of the largest and would be
-// stored as zero, while its m is stored. A zero gradient then must not divide m by epsilon.
+// One element of the block has 3e-4 of the others' gradient, so its v is 9e-8 of the largest and would
+// be stored as zero, while its m is stored. A zero gradient then must not divide m by epsilon.
 TEST(AdamW, AWeightDoesNotLeapWhereItsSecondMomentUnderflows) {
   OptimizerConfig config = plain_config();
   Training training({matrix("w", 16, 256)}, config, ElementType::kFp32, exact_format(ElementType::kFp32),
@@ -401,8 +422,12 @@ TEST(AdamW, AWeightDoesNotLeapWhereItsSecondMomentUnderflows) {
 
 TEST(AdamW, ClipsByTheNormOfTheEightBitGradients) {
   const std::vector<Parameter> parameters{matrix("w", 16, 256), norm_weight("norm", 256)};
-  const auto initial = [](std::size_t p, std::int64_t i) { return normal(static_cast<std::uint32_t>(p), 0, i); };
-  const auto gradient = [](std::size_t p, std::int64_t i) { return normal(50 + static_cast<std::uint32_t>(p), 1, i); };
+  const auto initial = [](std::size_t p, std::int64_t i) {
+    return normal(static_cast<std::uint32_t>(p), 0, i);
+  };
+  const auto gradient = [](std::size_t p, std::int64_t i) {
+    return normal(50 + static_cast<std::uint32_t>(p), 1, i);
+  };
   OptimizerConfig config = plain_config();
   config.clip_norm = 1.0;
   config.epsilon = 1e-2;  // so that the gradient's scale shows in the update
@@ -472,7 +497,8 @@ TEST(AdamW, RefusesWhatItCannotUpdate) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("'layers.2.o'"), std::string::npos) << error.what();
   }
-  for (std::int64_t i = 0; i < 16 * 256; ++i) ASSERT_EQ(training.weight(0, i), 0.0);  // nothing was updated
+  for (std::int64_t i = 0; i < 16 * 256; ++i)
+    ASSERT_EQ(training.weight(0, i), 0.0);  // nothing was updated
 
   Arena arena("state", host_allocator(), 4096);
   config.epsilon = 0;
@@ -501,13 +527,18 @@ TEST(AdamW, BytesDoNotDependOnTheNumberOfThreads) {
       }
       std::vector<std::byte> state;
       for (std::size_t p = 0; p < parameters.size(); ++p) {
-        const auto append = [&](const std::byte* data, std::size_t bytes) { state.insert(state.end(), data, data + bytes); };
+        const auto append = [&](const std::byte* data, std::size_t bytes) {
+          state.insert(state.end(), data, data + bytes);
+        };
         append(training.weights[p].data, training.weights[p].bytes());
         const QuantTensor& first = training.optimizer.first_moment(p);
         const QuantTensor& second = training.optimizer.second_moment(p);
-        append(first.codes, static_cast<std::size_t>(row_bytes(first.format, first.grid).codes * first.rows()));
-        append(second.codes, static_cast<std::size_t>(row_bytes(second.format, second.grid).codes * second.rows()));
-        if (training.optimizer.master(p)) append(training.optimizer.master(p).data, training.optimizer.master(p).bytes());
+        append(first.codes,
+               static_cast<std::size_t>(row_bytes(first.format, first.grid).codes * first.rows()));
+        append(second.codes,
+               static_cast<std::size_t>(row_bytes(second.format, second.grid).codes * second.rows()));
+        if (training.optimizer.master(p))
+          append(training.optimizer.master(p).data, training.optimizer.master(p).bytes());
       }
       states.push_back(state);
     }
@@ -519,7 +550,8 @@ TEST(AdamW, BytesDoNotDependOnTheNumberOfThreads) {
 
 TEST(AdamW, TakesRowsOfWorkspaceAndMeasuresThem) {
   const std::vector<Parameter> parameters{matrix("w", 256, 512)};
-  Training training(parameters, {}, ElementType::kBf16, kE4m3, [](std::size_t, std::int64_t) { return 1.0; });
+  Training training(parameters, {}, ElementType::kBf16, kE4m3,
+                    [](std::size_t, std::int64_t) { return 1.0; });
   training.step(1, 1e-3, [](std::size_t, std::int64_t) { return 1.0; });
 
   Arena state = Arena::measuring("state plan");

@@ -37,26 +37,16 @@ namespace agoq {
 /// The largest magnitude of a code's levels; 1 for codes that store elements as they are.
 constexpr float code_maximum(Code code) {
   switch (code) {
-    case Code::kE2m1:
-      return 6;
-    case Code::kBnbFp4:
-      return 12;
-    case Code::kInt4:
-      return 7;
-    case Code::kInt4FullRange:
-      return 8;
-    case Code::kInt5:
-      return 15;
-    case Code::kInt6:
-      return 31;
-    case Code::kInt8:
-      return 127;
-    case Code::kE4m3:
-      return 448;
-    case Code::kE5m2:
-      return 57344;
-    default:
-      return 1;
+    case Code::kE2m1: return 6;
+    case Code::kBnbFp4: return 12;
+    case Code::kInt4: return 7;
+    case Code::kInt4FullRange: return 8;
+    case Code::kInt5: return 15;
+    case Code::kInt6: return 31;
+    case Code::kInt8: return 127;
+    case Code::kE4m3: return 448;
+    case Code::kE5m2: return 57344;
+    default: return 1;
   }
 }
 
@@ -70,14 +60,10 @@ constexpr int code_bits(Code code) {
     case Code::kE2m1:
     case Code::kBnbFp4:
     case Code::kInt4:
-    case Code::kInt4FullRange:
-      return 4;
-    case Code::kInt5:
-      return 5;
-    case Code::kInt6:
-      return 6;
-    default:
-      return 8;
+    case Code::kInt4FullRange: return 4;
+    case Code::kInt5: return 5;
+    case Code::kInt6: return 6;
+    default: return 8;
   }
 }
 

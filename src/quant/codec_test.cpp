@@ -77,45 +77,29 @@ std::vector<Level> levels_of(Code code) {
       for (std::uint32_t i = 0; i < 16; ++i) levels.push_back({static_cast<float>(values[i]), i});
       return levels;
     }
-    case Code::kE2m1:
-      return sign_magnitude_levels({0, .5, 1, 1.5, 2, 3, 4, 6});
-    case Code::kBnbFp4:
-      return sign_magnitude_levels({0, .0625, 2, 3, 4, 6, 8, 12});
-    case Code::kInt4:
-      return integer_levels(-7, 7, 4);
-    case Code::kInt4FullRange:
-      return integer_levels(-8, 7, 4);
-    case Code::kInt5:
-      return integer_levels(-15, 15, 5);
-    case Code::kInt6:
-      return integer_levels(-31, 31, 6);
-    case Code::kInt8:
-      return integer_levels(-127, 127, 8);
-    case Code::kE4m3:
-      return fp8_levels(4, 3, 7, 448);
-    case Code::kE5m2:
-      return fp8_levels(5, 2, 15, 57344);
-    case Code::kDynamic8:
-      return dynamic_levels(true);
-    case Code::kDynamic8Unsigned:
-      return dynamic_levels(false);
-    default:
-      return {};
+    case Code::kE2m1: return sign_magnitude_levels({0, .5, 1, 1.5, 2, 3, 4, 6});
+    case Code::kBnbFp4: return sign_magnitude_levels({0, .0625, 2, 3, 4, 6, 8, 12});
+    case Code::kInt4: return integer_levels(-7, 7, 4);
+    case Code::kInt4FullRange: return integer_levels(-8, 7, 4);
+    case Code::kInt5: return integer_levels(-15, 15, 5);
+    case Code::kInt6: return integer_levels(-31, 31, 6);
+    case Code::kInt8: return integer_levels(-127, 127, 8);
+    case Code::kE4m3: return fp8_levels(4, 3, 7, 448);
+    case Code::kE5m2: return fp8_levels(5, 2, 15, 57344);
+    case Code::kDynamic8: return dynamic_levels(true);
+    case Code::kDynamic8Unsigned: return dynamic_levels(false);
+    default: return {};
   }
 }
 
 /// Whether a y on the midpoint of two levels becomes the upper one: the rule stated in codec.h.
 bool tie_goes_up(Code code, const Level& lower, const Level& upper) {
   switch (code) {
-    case Code::kNf4:
-      return false;
-    case Code::kBnbFp4:
-      return std::abs(upper.value) < std::abs(lower.value);
+    case Code::kNf4: return false;
+    case Code::kBnbFp4: return std::abs(upper.value) < std::abs(lower.value);
     case Code::kDynamic8:
-    case Code::kDynamic8Unsigned:
-      return std::abs(upper.value) > std::abs(lower.value);
-    default:
-      return upper.code % 2 == 0;
+    case Code::kDynamic8Unsigned: return std::abs(upper.value) > std::abs(lower.value);
+    default: return upper.code % 2 == 0;
   }
 }
 

@@ -26,14 +26,10 @@ CodeTraits block_traits(Code code, std::string_view name, std::string_view note)
 
 double scale_bits(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone:
-      return 0;
-    case ScaleType::kFp32:
-      return 32;
-    case ScaleType::kBf16:
-      return 16;
-    case ScaleType::kTwoLevel:
-      return 8;
+    case ScaleType::kNone: return 0;
+    case ScaleType::kFp32: return 32;
+    case ScaleType::kBf16: return 16;
+    case ScaleType::kTwoLevel: return 8;
   }
   return 0;
 }
@@ -133,14 +129,10 @@ const CodeTraits& traits_of(Code code) { return code_table()[static_cast<std::si
 
 std::string_view name_of(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone:
-      return "none";
-    case ScaleType::kFp32:
-      return "fp32";
-    case ScaleType::kBf16:
-      return "bf16";
-    case ScaleType::kTwoLevel:
-      return "two-level";
+    case ScaleType::kNone: return "none";
+    case ScaleType::kFp32: return "fp32";
+    case ScaleType::kBf16: return "bf16";
+    case ScaleType::kTwoLevel: return "two-level";
   }
   return "?";
 }
@@ -161,33 +153,20 @@ std::string QuantFormat::to_string() const {
 QuantFormat exact_format(ElementType type) {
   QuantFormat format;
   switch (type) {
-    case ElementType::kFp64:
-      format.code = Code::kFp64;
-      return format;
-    case ElementType::kFp32:
-      format.code = Code::kFp32;
-      return format;
-    case ElementType::kBf16:
-      format.code = Code::kBf16;
-      return format;
-    case ElementType::kFp16:
-      format.code = Code::kFp16;
-      return format;
-    default:
-      fail("a format of floating-point elements was expected; {} has none", name_of(type));
+    case ElementType::kFp64: format.code = Code::kFp64; return format;
+    case ElementType::kFp32: format.code = Code::kFp32; return format;
+    case ElementType::kBf16: format.code = Code::kBf16; return format;
+    case ElementType::kFp16: format.code = Code::kFp16; return format;
+    default: fail("a format of floating-point elements was expected; {} has none", name_of(type));
   }
 }
 
 ElementType element_type_of(const QuantFormat& format) {
   switch (format.code) {
-    case Code::kFp64:
-      return ElementType::kFp64;
-    case Code::kFp32:
-      return ElementType::kFp32;
-    case Code::kBf16:
-      return ElementType::kBf16;
-    case Code::kFp16:
-      return ElementType::kFp16;
+    case Code::kFp64: return ElementType::kFp64;
+    case Code::kFp32: return ElementType::kFp32;
+    case Code::kBf16: return ElementType::kBf16;
+    case Code::kFp16: return ElementType::kFp16;
     default:
       fail("an exact format was expected; {} is quantised: dequantise it first", format.to_string());
   }

@@ -21,11 +21,11 @@ enum class Code : std::uint8_t {
   kBf16,
   kFp16,
   // 4 bits.
-  kNf4,           // NormalFloat-4 (Dettmers et al., QLoRA, 2023): 16 quantiles of a normal
-  kE2m1,          // OCP FP4: +-{0, .5, 1, 1.5, 2, 3, 4, 6} / 6
-  kBnbFp4,        // bitsandbytes' FP4: +-{0, .0625, 2, 3, 4, 6, 8, 12} / 12
-  kInt4,          // symmetric, -7..7
-  kInt4FullRange, // -8..7; the scale carries the sign of the block's largest element
+  kNf4,            // NormalFloat-4 (Dettmers et al., QLoRA, 2023): 16 quantiles of a normal
+  kE2m1,           // OCP FP4: +-{0, .5, 1, 1.5, 2, 3, 4, 6} / 6
+  kBnbFp4,         // bitsandbytes' FP4: +-{0, .0625, 2, 3, 4, 6, 8, 12} / 12
+  kInt4,           // symmetric, -7..7
+  kInt4FullRange,  // -8..7; the scale carries the sign of the block's largest element
   // A 4-bit plane and one bit plane per further bit.
   kInt5,  // -15..15
   kInt6,  // -31..31
@@ -52,10 +52,10 @@ inline constexpr std::int64_t kSuperBlock = 1024;
 struct CodeTraits {
   Code code;
   std::string_view name;
-  int bits;             // per element, without scales
-  bool exact;           // stored as it is
-  bool is_signed;       // can represent negative values
-  float maximum;        // the code's largest magnitude: scale = absmax / maximum
+  int bits;        // per element, without scales
+  bool exact;      // stored as it is
+  bool is_signed;  // can represent negative values
+  float maximum;   // the code's largest magnitude: scale = absmax / maximum
   std::string_view note;
 };
 

@@ -9,14 +9,10 @@ constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a +
 
 std::int64_t bytes_per_scale(ScaleType scale) {
   switch (scale) {
-    case ScaleType::kNone:
-      return 0;
-    case ScaleType::kFp32:
-      return 4;
-    case ScaleType::kBf16:
-      return 2;
-    case ScaleType::kTwoLevel:
-      return 1;
+    case ScaleType::kNone: return 0;
+    case ScaleType::kFp32: return 4;
+    case ScaleType::kBf16: return 2;
+    case ScaleType::kTwoLevel: return 1;
   }
   return 0;
 }

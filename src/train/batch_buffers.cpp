@@ -42,7 +42,8 @@ BatchBuffers::BatchBuffers(Arena& arena, std::int64_t tokens, std::int64_t seque
 
 Batch BatchBuffers::upload(const Context& context, const HostBatch& host) {
   check(static_cast<std::int64_t>(host.tokens.size()) == batch_.tokens.count(),
-        "a micro-batch of {} tokens came where {} were planned", host.tokens.size(), batch_.tokens.count());
+        "a micro-batch of {} tokens came where {} were planned", host.tokens.size(),
+        batch_.tokens.count());
   upload_vector(context, host.tokens, batch_.tokens);
   upload_vector(context, host.targets, batch_.targets);
   upload_vector(context, host.weights, batch_.weights);

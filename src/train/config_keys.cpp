@@ -22,8 +22,8 @@ const Field& read(Access<Field> access, const RunConfig& config) {
 constexpr std::int64_t kLargest = std::int64_t{1} << 53;
 
 template <typename Field>
-ConfigKey integer(std::string_view section, std::string_view name, Access<Field> access, std::int64_t least,
-                  std::int64_t largest, std::string_view description) {
+ConfigKey integer(std::string_view section, std::string_view name, Access<Field> access,
+                  std::int64_t least, std::int64_t largest, std::string_view description) {
   std::string allowed = largest == kLargest ? fmt::format("an integer from {}", least)
                                             : fmt::format("an integer from {} to {}", least, largest);
   return {std::string(section),
@@ -79,7 +79,8 @@ ConfigKey real(std::string_view section, std::string_view name, Access<double> a
           }};
 }
 
-ConfigKey boolean(std::string_view section, std::string_view name, Access<bool> access, std::string_view description) {
+ConfigKey boolean(std::string_view section, std::string_view name, Access<bool> access,
+                  std::string_view description) {
   return {std::string(section),
           std::string(name),
           "true or false",

@@ -13,7 +13,9 @@ namespace {
 std::int32_t sample(const std::vector<float>& logits, double temperature, double uniform) {
   const auto best = std::max_element(logits.begin(), logits.end());
   if (temperature == 0) return static_cast<std::int32_t>(best - logits.begin());
-  const auto weight = [&](float logit) { return std::exp((static_cast<double>(logit) - *best) / temperature); };
+  const auto weight = [&](float logit) {
+    return std::exp((static_cast<double>(logit) - *best) / temperature);
+  };
   double total = 0;
   for (const float logit : logits) total += weight(logit);
   double left = uniform * total;
@@ -26,9 +28,10 @@ std::int32_t sample(const std::vector<float>& logits, double temperature, double
 
 }  // namespace
 
-Inference::Parts::Parts(const RunConfig& config, Backend& backend, RunArenas& arenas, std::int64_t sequences)
-    : model({backend, {}, arenas[MemoryClass::kWorkspace], {}}, config.model, arenas[MemoryClass::kWeights],
-            arenas[MemoryClass::kTables], config.run.sequence),
+Inference::Parts::Parts(const RunConfig& config, Backend& backend, RunArenas& arenas,
+                        std::int64_t sequences)
+    : model({backend, {}, arenas[MemoryClass::kWorkspace], {}}, config.model,
+            arenas[MemoryClass::kWeights], arenas[MemoryClass::kTables], config.run.sequence),
       store(arenas[MemoryClass::kBatch], transformer_saves(config.model),
             make_forward_only_plan(transformer_saves(config.model)), sequences * config.run.sequence, 1),
       buffers(arenas[MemoryClass::kBatch], sequences * config.run.sequence, config.run.sequence) {
@@ -74,7 +77,8 @@ double Inference::evaluate(const HostBatch& host) {
   return sum;
 }
 
-void Inference::next_token_logits(const HostBatch& host, std::int64_t length, std::vector<float>& logits) {
+void Inference::next_token_logits(const HostBatch& host, std::int64_t length,
+                                  std::vector<float>& logits) {
   const Batch batch = parts_.buffers.upload(context_, host);
   parts_.model.logits(context_, batch, parts_.store, length - 1, length, parts_.logits);
   logits.resize(static_cast<std::size_t>(parts_.logits.count()));

@@ -51,8 +51,8 @@ class Inference {
 
 struct Generation {
   std::string prompt;
-  std::int64_t tokens = 256;   // at most; an end of document ends it earlier
-  double temperature = 0.8;    // 0: the most likely token
+  std::int64_t tokens = 256;  // at most; an end of document ends it earlier
+  double temperature = 0.8;   // 0: the most likely token
   std::uint64_t seed = 1;
 };
 

@@ -24,8 +24,9 @@ void Progress::show(std::int64_t step, double loss, double tokens_per_second, do
   if (!enabled_) return;
   const bool due = step % log_every_ == 0 || step == steps_;
   if (!terminal_ && !due) return;
-  fmt::print("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left{}", terminal_ ? "\r" : "", label_, step,
-             steps_, loss, tokens_per_second, format_duration(seconds_left), terminal_ ? "\x1b[K" : "\n");
+  fmt::print("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left{}", terminal_ ? "\r" : "", label_,
+             step, steps_, loss, tokens_per_second, format_duration(seconds_left),
+             terminal_ ? "\x1b[K" : "\n");
   line_open_ = terminal_;
   std::fflush(stdout);
 }

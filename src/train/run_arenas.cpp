@@ -33,7 +33,8 @@ std::string_view name_of(MemoryClass memory) {
 }
 
 RunArenas RunArenas::measuring() {
-  return RunArenas(make_arenas([](MemoryClass memory) { return Arena::measuring(std::string(name_of(memory))); }));
+  return RunArenas(
+      make_arenas([](MemoryClass memory) { return Arena::measuring(std::string(name_of(memory))); }));
 }
 
 RunArenas::RunArenas(Allocator& allocator, const BytesPerClass& bytes)

@@ -13,8 +13,8 @@ namespace agoq {
 
 enum class MemoryClass : int {
   kWeights,
-  kMasters,      // master weights beside BF16 weights
-  kGradients,    // main gradients
+  kMasters,    // master weights beside BF16 weights
+  kGradients,  // main gradients
   kMoments,
   kActivations,  // saved from forward to backward, over all micro-batches in flight
   kWorkspace,    // scratch of operations and layers; the loss chunk shares it

@@ -37,8 +37,9 @@ HuggingFaceConfig hugging_face_config(const RunConfig& config) {
 
 std::string newest_checkpoint(const std::string& run) {
   const std::optional<std::int64_t> step = latest_checkpoint(checkpoints_of(run));
-  check_input(step.has_value(), "{} holds no checkpoint: train it first, with agoq train {}/config.toml --overwrite",
-              run, run);
+  check_input(step.has_value(),
+              "{} holds no checkpoint: train it first, with agoq train {}/config.toml --overwrite", run,
+              run);
   return checkpoint_directory(checkpoints_of(run), *step);
 }
 
@@ -47,7 +48,8 @@ std::string newest_checkpoint(const std::string& run) {
 RunDirectory::RunDirectory(std::string path, RunStart start) : path_(std::move(path)) {
   const bool holds_run = fs::exists(path_ + "/config.toml") || fs::exists(checkpoints_of(path_));
   if (start == RunStart::kResume) {
-    check_input(holds_run, "{} holds no run: start one with agoq train CONFIG --set run.directory={}", path_, path_);
+    check_input(holds_run, "{} holds no run: start one with agoq train CONFIG --set run.directory={}",
+                path_, path_);
     return;
   }
   check_input(start == RunStart::kOverwrite || !holds_run,
@@ -63,7 +65,8 @@ RunDirectory::RunDirectory(std::string path, RunStart start) : path_(std::move(p
     }
   }
   fs::create_directories(path_, error);
-  check_input(!error && fs::is_directory(path_), "run.directory {} cannot be created: {}", path_, error.message());
+  check_input(!error && fs::is_directory(path_), "run.directory {} cannot be created: {}", path_,
+              error.message());
 }
 
 RunConfig RunDirectory::config() const { return load_run_config(path_ + "/config.toml"); }
@@ -102,8 +105,8 @@ std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer
   const std::string directory = newest_checkpoint(path_);
   const TrainingPosition position = read_training_position(directory);
   check_input(position.seed == config.run.seed,
-              "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed", directory,
-              position.seed, config.run.seed);
+              "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed",
+              directory, position.seed, config.run.seed);
   read_checkpoint(trainer.context(), directory, subject);
   trainer.set_step(position.step);
   return position.next_sequence;

@@ -20,11 +20,11 @@ struct RunPlan {
   std::int64_t tokens = 0;  // of a micro-batch
   std::vector<LayerSlots> slots;
   BitPlan bits;
-  BytesPerClass classes{};          // capacities of the run's arenas
-  std::size_t loss_chunk = 0;       // of the workspace: what head and loss take (shared with the layers)
-  std::size_t data = 0;             // the text, in host memory
-  std::size_t checkpoint = 0;       // host memory through which a checkpoint is written
-  std::size_t program = 0;          // the program and its libraries, counted when the plan was made
+  BytesPerClass classes{};     // capacities of the run's arenas
+  std::size_t loss_chunk = 0;  // of the workspace: what head and loss take (shared with the layers)
+  std::size_t data = 0;        // the text, in host memory
+  std::size_t checkpoint = 0;  // host memory through which a checkpoint is written
+  std::size_t program = 0;     // the program and its libraries, counted when the plan was made
   std::size_t predicted_peak() const;
 };
 

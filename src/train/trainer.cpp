@@ -23,7 +23,8 @@ Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
       tokens_(tokens_of(config)),
       model_(layout_context(backend, arenas, config), config.model, arenas[MemoryClass::kWeights],
              arenas[MemoryClass::kTables], config.run.sequence),
-      gradients_(arenas[MemoryClass::kGradients], model_.parameters(), config.gradients, config.model.dtype),
+      gradients_(arenas[MemoryClass::kGradients], model_.parameters(), config.gradients,
+                 config.model.dtype),
       optimizer_(arenas[MemoryClass::kMoments], arenas[MemoryClass::kMasters], model_.parameters(),
                  config.optimizer, config.model.dtype),
       // Forward and backward of a micro-batch follow each other, so one frame is in flight.
@@ -55,7 +56,8 @@ void Trainer::initialise() {
     const Arena::Scope scope(workspace_);
     const Tensor initial = workspace_.take(ElementType::kFp32, Shape{parameter.rows, parameter.columns});
     const std::int64_t rows_at_once = std::max<std::int64_t>(1, kPieceElements / parameter.columns);
-    for (std::int64_t first = 0; first < parameter.rows && !workspace_.is_measuring(); first += rows_at_once) {
+    for (std::int64_t first = 0; first < parameter.rows && !workspace_.is_measuring();
+         first += rows_at_once) {
       const std::int64_t last = std::min(first + rows_at_once, parameter.rows);
       piece.resize(static_cast<std::size_t>((last - first) * parameter.columns));
       initial_values(config_.model, parameter, p, config_.run.seed, first, last, piece.data());
@@ -90,8 +92,9 @@ void Trainer::forward_and_backward(const HostBatch& host, const Between& between
   const Tensor doutput = workspace_.take(config_.model.dtype, Shape{tokens_, config_.model.hidden});
   const std::size_t frame = store_.open();
   model_.forward(context, batch, store_, frame, gradients_, token_loss_, doutput);
-  backend_.sum(context, token_loss_,
-               loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(micro_batch_, micro_batch_ + 1));
+  backend_.sum(
+      context, token_loss_,
+      loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(micro_batch_, micro_batch_ + 1));
   if (between) between(store_, frame);
   model_.backward(context, batch, store_, frame, gradients_, doutput);
   const std::vector<std::string> unused = store_.close(frame);
@@ -114,7 +117,8 @@ StepReport Trainer::finish_step() {
   for (const double sum : sums) total += sum;
   report.loss = total / static_cast<double>(valid_tokens_);
 
-  for (const auto& [name, counts] : store_.read_counters(context)) report.numerics.push_back({name, counts});
+  for (const auto& [name, counts] : store_.read_counters(context))
+    report.numerics.push_back({name, counts});
   for (const auto& [name, counts] : gradients_.read_counters(context)) {
     report.numerics.push_back({"gradient of " + name, counts});
   }
@@ -124,10 +128,11 @@ StepReport Trainer::finish_step() {
           "optimizer.learning_rate or look at the data",
           report.step, numeric.counts.non_finite, numeric.tensor, step_);
   }
-  check(std::isfinite(report.loss),
-        "step {}: the loss is {}; the weights are those of step {}: lower optimizer.learning_rate or look "
-        "at the data",
-        report.step, report.loss, step_);
+  check(
+      std::isfinite(report.loss),
+      "step {}: the loss is {}; the weights are those of step {}: lower optimizer.learning_rate or look "
+      "at the data",
+      report.step, report.loss, step_);
 
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
   report.gradient_norm = optimizer_.update(context, model_.weights(), gradients_, report.learning_rate,

@@ -83,8 +83,8 @@ class Trainer {
   ActivationStore store_;
   ActivationStore forward_only_;
   BatchBuffers buffers_;
-  Tensor token_loss_;  // compute type [tokens]
-  Tensor loss_sums_;   // fp64 [micro_batches]
+  Tensor token_loss_;             // compute type [tokens]
+  Tensor loss_sums_;              // fp64 [micro_batches]
   std::int64_t step_ = 0;         // completed
   std::int64_t micro_batch_ = 0;  // of the step under way
   std::int64_t valid_tokens_ = 0;

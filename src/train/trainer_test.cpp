@@ -189,11 +189,14 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
 TEST(Trainer, HoldsNoGradientInHigherPrecisionBeyondOneParameter) {
   RunConfig config = tiny_config();
   config.model.layers = 6;
-  const std::size_t exact = plan_run(config, cpu_backend(), 0, false).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  const std::size_t exact = plan_run(config, cpu_backend(), 0, false)
+                                .classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
   config.gradients.format = parse_format("e4m3/128/fp32");
-  const std::size_t packed = plan_run(config, cpu_backend(), 0, false).classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
+  const std::size_t packed = plan_run(config, cpu_backend(), 0, false)
+                                 .classes[static_cast<std::size_t>(MemoryClass::kWorkspace)];
   std::int64_t largest = 0;
-  for (const Parameter& parameter : parameters_of(config.model)) largest = std::max(largest, parameter.count());
+  for (const Parameter& parameter : parameters_of(config.model))
+    largest = std::max(largest, parameter.count());
   EXPECT_LE(packed, exact + static_cast<std::size_t>(largest) * sizeof(float) + 4096);
   EXPECT_LT(packed, static_cast<std::size_t>(parameter_count(config.model)) * sizeof(float));
 }

@@ -12,8 +12,8 @@
 #include "checkpoint/json_text.h"
 #include "train/memory_probe.h"
 #include "train/progress.h"
-#include "train/run_plan.h"
 #include "train/run_directory.h"
+#include "train/run_plan.h"
 #include "train/trainer.h"
 #include "train/validation.h"
 
@@ -84,8 +84,8 @@ std::string metrics_line(const StepReport& report, double seconds, double tokens
     line += R"(,"numerics":{)";
     bool first = true;
     for (const NumericCounts& numeric : report.numerics) {
-      line += fmt::format(R"({}"{}":{{"saturated":{},"flushed_blocks":{}}})", first ? "" : ",", numeric.tensor,
-                          numeric.counts.saturated, numeric.counts.flushed_blocks);
+      line += fmt::format(R"({}"{}":{{"saturated":{},"flushed_blocks":{}}})", first ? "" : ",",
+                          numeric.tensor, numeric.counts.saturated, numeric.counts.flushed_blocks);
       first = false;
     }
     line += "}";
@@ -117,7 +117,8 @@ std::string to_json(const RunSummary& summary) {
 
 RunSummary read_summary(const std::string& directory) {
   const std::string path = directory + "/summary.json";
-  check_input(std::filesystem::exists(path), "{} has no summary.json: the run has not finished", directory);
+  check_input(std::filesystem::exists(path), "{} has no summary.json: the run has not finished",
+              directory);
   const nlohmann::ordered_json json = parse_json(read_text(path, std::size_t{1} << 20));
   check_input(json.is_object(), "{} is not a JSON object: remove it and run again", path);
   RunSummary summary;
@@ -181,8 +182,8 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
     const Clock::time_point start = Clock::now();
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
-      data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch, config.run.sequence,
-                batch);
+      data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
+                config.run.sequence, batch);
       trainer.micro_batch(batch);
       next_sequence += config.run.micro_batch;
     }
@@ -202,8 +203,8 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
     if (last || (config.run.validate_every > 0 && report.step % config.run.validate_every == 0)) {
       const ValidationResult validation =
           validate(trainer, data, config, config.run.validation_batches, batch);
-      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})", report.step,
-                             validation.loss, validation.tokens)
+      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})",
+                             report.step, validation.loss, validation.tokens)
               << '\n'
               << std::flush;
       progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, report.step,
@@ -215,8 +216,9 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
 
   if (trainer.step() < config.run.steps) {
     save();
-    progress.note(fmt::format("stopped by a signal after step {}; go on with: agoq train {}/config.toml --resume",
-                              trainer.step(), config.run.directory));
+    progress.note(
+        fmt::format("stopped by a signal after step {}; go on with: agoq train {}/config.toml --resume",
+                    trainer.step(), config.run.directory));
   }
   summary.policy = label;
   summary.steps = trainer.step();

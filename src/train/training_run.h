@@ -18,18 +18,18 @@ struct RunSummary {
   std::string policy;
   std::int64_t steps = 0;
   std::int64_t parameters = 0;
-  double training_loss = 0;    // of the last step
-  double validation_loss = 0;  // nats per token, after the last step
-  double order1_byte_loss = 0;  // what an order-1 byte model reaches on the same split
+  double training_loss = 0;                // of the last step
+  double validation_loss = 0;              // nats per token, after the last step
+  double order1_byte_loss = 0;             // what an order-1 byte model reaches on the same split
   std::size_t saved_activation_bytes = 0;  // high water over micro-batches in flight
   std::size_t main_gradient_bytes = 0;
   std::size_t moment_bytes = 0;
   std::size_t master_bytes = 0;
   std::size_t weight_bytes = 0;
   std::size_t peak_bytes_predicted = 0;
-  std::int64_t peak_bytes_measured = 0;  // counted outside the arenas; 0 if this build cannot
+  std::int64_t peak_bytes_measured = 0;   // counted outside the arenas; 0 if this build cannot
   std::int64_t resident_bytes_grown = 0;  // VmHWM at the end minus VmRSS at the start
-  double tokens_per_second = 0;         // median over steps
+  double tokens_per_second = 0;           // median over steps
 };
 
 struct RunOptions {

@@ -38,7 +38,8 @@ struct Scalars {
         beta2(static_cast<T>(step.beta2)),
         one_minus_beta2(static_cast<T>(1.0 - step.beta2)),
         keep(static_cast<T>(1.0 - step.learning_rate * step.weight_decay)),
-        rate(static_cast<T>(step.learning_rate / (1.0 - std::pow(step.beta1, static_cast<double>(step.step))))),
+        rate(static_cast<T>(step.learning_rate /
+                            (1.0 - std::pow(step.beta1, static_cast<double>(step.step))))),
         second_correction(
             static_cast<T>(1.0 / std::sqrt(1.0 - std::pow(step.beta2, static_cast<double>(step.step))))),
         epsilon(static_cast<T>(step.epsilon)) {}
@@ -82,7 +83,8 @@ void lift_underflow(const QuantTensor& second, T* row) {
 // The row as it is stored, if it is stored in T; else null.
 template <typename T>
 T* stored_row(const QuantTensor& tensor, std::int64_t row) {
-  if (!tensor.format.is_exact() || element_type_of(tensor.format) != ElementTypeOf<T>::value) return nullptr;
+  if (!tensor.format.is_exact() || element_type_of(tensor.format) != ElementTypeOf<T>::value)
+    return nullptr;
   return reinterpret_cast<T*>(tensor.codes) + row * tensor.width();
 }
 
@@ -152,7 +154,8 @@ void update(const Context& context, const AdamwTensors& tensors, const AdamwStep
   RandomKey second_key = first_key;
   second_key.micro_batch = first_key.micro_batch + 1;
 
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width >= kParallelElements)
+#pragma omp parallel for schedule(static) \
+    num_threads(threads) if (rows > 1 && rows * width >= kParallelElements)
   for (std::int64_t row = 0; row < rows; ++row) {
     T* const own = scratch.as<T>() + omp_get_thread_num() * kRows * width;
     const auto load = [&](const QuantTensor& tensor, T* buffer) {
@@ -190,7 +193,8 @@ void update(const Context& context, const AdamwTensors& tensors, const AdamwStep
 void check_operands(const AdamwTensors& tensors, const AdamwStep& step) {
   const BlockGrid& grid = tensors.gradient.grid;
   check(tensors.weight.count() == grid.count() && tensors.first_moment.rows() == grid.rows &&
-            tensors.first_moment.width() == grid.row_length && tensors.second_moment.rows() == grid.rows &&
+            tensors.first_moment.width() == grid.row_length &&
+            tensors.second_moment.rows() == grid.rows &&
             tensors.second_moment.width() == grid.row_length,
         "adamw_update: weight, gradient and moments must have one shape; the gradient has [{}, {}], the "
         "weight {}, the moments [{}, {}] and [{}, {}]",
@@ -202,7 +206,8 @@ void check_operands(const AdamwTensors& tensors, const AdamwStep& step) {
   check(step.master == MasterKind::kNone || type == ElementType::kBf16,
         "adamw_update: a {} weight is its own master: give MasterKind::kNone", name_of(type));
   if (step.master == MasterKind::kNone) return;
-  const ElementType expected = step.master == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
+  const ElementType expected =
+      step.master == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
   check(tensors.master && tensors.master.type == expected && tensors.master.count() == grid.count(),
         "adamw_update: the master must be {} with {} elements; it is {} with {}", name_of(expected),
         grid.count(), name_of(tensors.master.type), tensors.master ? tensors.master.count() : 0);

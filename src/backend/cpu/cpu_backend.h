@@ -75,7 +75,8 @@ class CpuBackend : public Backend {
                   const Tensor& counters) override;
 
   // adamw.cpp
-  void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&, const RandomKey& key) override;
+  void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
+                    const RandomKey& key) override;
 };
 
 /// The backend of this build of the folder.

@@ -77,8 +77,8 @@ void add_row(const Source* __restrict source, std::int64_t count, T* __restrict 
 
 // Source: the type of dout; T: the compute type.
 template <typename Source, typename T>
-void backward(const Context& context, const Tensor& tokens, const Tensor& dout, const QuantTensor& dtable,
-              const RandomKey& key, const Tensor& counters) {
+void backward(const Context& context, const Tensor& tokens, const Tensor& dout,
+              const QuantTensor& dtable, const RandomKey& key, const Tensor& counters) {
   const std::int64_t width = dtable.width();
   const int threads = omp_get_max_threads();
   const Arena::Scope scope(context.workspace);
@@ -143,17 +143,18 @@ void CpuBackend::embedding_forward(const Context& context, const Tensor& tokens,
 void CpuBackend::embedding_backward(const Context& context, const Tensor& tokens, const Tensor& dout,
                                     const QuantTensor& dtable, const RandomKey& key,
                                     const Tensor& counters) {
-  check(tokens.type == ElementType::kInt32 && dout.rows() == tokens.count() && dout.width() == dtable.width(),
+  check(tokens.type == ElementType::kInt32 && dout.rows() == tokens.count() &&
+            dout.width() == dtable.width(),
         "embedding_backward: {} int32 tokens and a table of width {} need dout [{}, {}]; tokens are {}, "
         "dout is {}",
         tokens.count(), dtable.width(), tokens.count(), dtable.width(), name_of(tokens.type),
         dout.shape.to_string());
   switch (dout.type) {
-    case ElementType::kFp64: return backward<double, double>(context, tokens, dout, dtable, key, counters);
+    case ElementType::kFp64:
+      return backward<double, double>(context, tokens, dout, dtable, key, counters);
     case ElementType::kFp32: return backward<float, float>(context, tokens, dout, dtable, key, counters);
     case ElementType::kBf16: return backward<Bf16, float>(context, tokens, dout, dtable, key, counters);
-    default:
-      fail("embedding_backward: dout is bf16, fp32 or fp64; this one is {}", name_of(dout.type));
+    default: fail("embedding_backward: dout is bf16, fp32 or fp64; this one is {}", name_of(dout.type));
   }
 }
 

@@ -10,7 +10,7 @@ namespace agoq::cpu::AGOQ_CPU_ISA {
 AGOQ_HD float exponential(float x) {
   constexpr float kLeast = -87.33654f;  // ln(2^-126)
   constexpr float kMost = 88.0f;
-  constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, held in the low bits
+  constexpr float kShift = 0x1.8p23f;            // adding it rounds to an integer, held in the low bits
   const float raised = x < kLeast ? kLeast : x;  // NaN passes through
   const float bounded = raised > kMost ? kMost : raised;
   const float shifted = bounded * 1.44269504f + kShift;

@@ -55,14 +55,10 @@ template <typename Source>
 void copy_from(const Tensor& source, const Tensor& destination) {
   const Source* from = source.as<Source>();
   switch (destination.type) {
-    case ElementType::kFp64:
-      return copy_elements(from, destination.as<double>(), source.count());
-    case ElementType::kFp32:
-      return copy_elements(from, destination.as<float>(), source.count());
-    case ElementType::kBf16:
-      return copy_elements(from, destination.as<Bf16>(), source.count());
-    case ElementType::kFp16:
-      return copy_elements(from, destination.as<Fp16>(), source.count());
+    case ElementType::kFp64: return copy_elements(from, destination.as<double>(), source.count());
+    case ElementType::kFp32: return copy_elements(from, destination.as<float>(), source.count());
+    case ElementType::kBf16: return copy_elements(from, destination.as<Bf16>(), source.count());
+    case ElementType::kFp16: return copy_elements(from, destination.as<Fp16>(), source.count());
     default:
       fail("copy: {} cannot be converted to {}: only floating-point types convert", name_of(source.type),
            name_of(destination.type));
@@ -109,14 +105,10 @@ void CpuBackend::copy(const Context& context, const Tensor& source, const Tensor
   if (context.workspace.is_measuring()) return;
   if (same_type) return copy_bytes(source.data, destination.data, source.bytes());
   switch (source.type) {
-    case ElementType::kFp64:
-      return copy_from<double>(source, destination);
-    case ElementType::kFp32:
-      return copy_from<float>(source, destination);
-    case ElementType::kBf16:
-      return copy_from<Bf16>(source, destination);
-    default:
-      return copy_from<Fp16>(source, destination);
+    case ElementType::kFp64: return copy_from<double>(source, destination);
+    case ElementType::kFp32: return copy_from<float>(source, destination);
+    case ElementType::kBf16: return copy_from<Bf16>(source, destination);
+    default: return copy_from<Fp16>(source, destination);
   }
 }
 

@@ -109,14 +109,10 @@ template <typename Compute>
 QuantCounts accumulate_as(const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                           Compute* scratch) {
   switch (addend.type) {
-    case ElementType::kFp32:
-      return accumulate_rows<Compute, float>(addend, main, key, scratch);
-    case ElementType::kBf16:
-      return accumulate_rows<Compute, Bf16>(addend, main, key, scratch);
-    case ElementType::kFp64:
-      return accumulate_rows<Compute, double>(addend, main, key, scratch);
-    default:
-      refuse("accumulate", addend.type);
+    case ElementType::kFp32: return accumulate_rows<Compute, float>(addend, main, key, scratch);
+    case ElementType::kBf16: return accumulate_rows<Compute, Bf16>(addend, main, key, scratch);
+    case ElementType::kFp64: return accumulate_rows<Compute, double>(addend, main, key, scratch);
+    default: refuse("accumulate", addend.type);
   }
 }
 
@@ -133,14 +129,10 @@ void CpuBackend::quantize(const Context& context, const Tensor& source, const Qu
   check_counters("quantize", counters);
   if (context.workspace.is_measuring()) return;
   switch (source.type) {
-    case ElementType::kFp32:
-      return add_counts(encode_rows<float>(source, destination, key), counters);
-    case ElementType::kBf16:
-      return add_counts(encode_rows<Bf16>(source, destination, key), counters);
-    case ElementType::kFp64:
-      return add_counts(encode_rows<double>(source, destination, key), counters);
-    default:
-      refuse("quantize", source.type);
+    case ElementType::kFp32: return add_counts(encode_rows<float>(source, destination, key), counters);
+    case ElementType::kBf16: return add_counts(encode_rows<Bf16>(source, destination, key), counters);
+    case ElementType::kFp64: return add_counts(encode_rows<double>(source, destination, key), counters);
+    default: refuse("quantize", source.type);
   }
 }
 
@@ -153,15 +145,12 @@ void CpuBackend::dequantize(const Context& context, const QuantTensor& source,
       through_fp32 ? take_rows(context, ElementType::kFp32, source.width()) : Tensor{};
   if (context.workspace.is_measuring()) return;
   switch (destination.type) {
-    case ElementType::kFp32:
-      return decode_rows<float>(source, destination);
-    case ElementType::kFp64:
-      return decode_rows<double>(source, destination);
+    case ElementType::kFp32: return decode_rows<float>(source, destination);
+    case ElementType::kFp64: return decode_rows<double>(source, destination);
     case ElementType::kBf16:
       return decode_rows_through<Bf16>(source, destination, scratch.as<float>(),
                                        [](float x) { return to_bf16(x); });
-    default:
-      refuse("dequantize", destination.type);
+    default: refuse("dequantize", destination.type);
   }
 }
 

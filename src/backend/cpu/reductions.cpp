@@ -69,20 +69,11 @@ void CpuBackend::sum(const Context& context, const Tensor& x, const Tensor& tota
   if (context.workspace.is_measuring()) return;
   double* out = total.as<double>();
   switch (x.type) {
-    case ElementType::kFp64:
-      *out = sum_in_order(x.as<double>(), x.count());
-      return;
-    case ElementType::kFp32:
-      *out = sum_in_order(x.as<float>(), x.count());
-      return;
-    case ElementType::kBf16:
-      *out = sum_in_order(x.as<Bf16>(), x.count());
-      return;
-    case ElementType::kFp16:
-      *out = sum_in_order(x.as<Fp16>(), x.count());
-      return;
-    default:
-      fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
+    case ElementType::kFp64: *out = sum_in_order(x.as<double>(), x.count()); return;
+    case ElementType::kFp32: *out = sum_in_order(x.as<float>(), x.count()); return;
+    case ElementType::kBf16: *out = sum_in_order(x.as<Bf16>(), x.count()); return;
+    case ElementType::kFp16: *out = sum_in_order(x.as<Fp16>(), x.count()); return;
+    default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
   }
 }
 

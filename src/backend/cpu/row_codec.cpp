@@ -260,12 +260,12 @@ BlockCodec make_block_codec() {
 /// The visible list of instantiations. Quantised codes only.
 const BlockCodec& block_codec(Code code) {
   static const BlockCodec codecs[] = {
-      make_block_codec<Code::kNf4>(),      make_block_codec<Code::kE2m1>(),
-      make_block_codec<Code::kBnbFp4>(),   make_block_codec<Code::kInt4>(),
+      make_block_codec<Code::kNf4>(),           make_block_codec<Code::kE2m1>(),
+      make_block_codec<Code::kBnbFp4>(),        make_block_codec<Code::kInt4>(),
       make_block_codec<Code::kInt4FullRange>(), make_block_codec<Code::kInt5>(),
-      make_block_codec<Code::kInt6>(),     make_block_codec<Code::kInt8>(),
-      make_block_codec<Code::kE4m3>(),     make_block_codec<Code::kE5m2>(),
-      make_block_codec<Code::kDynamic8>(), make_block_codec<Code::kDynamic8Unsigned>(),
+      make_block_codec<Code::kInt6>(),          make_block_codec<Code::kInt8>(),
+      make_block_codec<Code::kE4m3>(),          make_block_codec<Code::kE5m2>(),
+      make_block_codec<Code::kDynamic8>(),      make_block_codec<Code::kDynamic8Unsigned>(),
   };
   const BlockCodec& codec = codecs[static_cast<int>(code) - static_cast<int>(Code::kNf4)];
   check(codec.code == code, "the table of block codecs is not in the order of Code");
@@ -303,7 +303,7 @@ void encode_group(const QuantTensor& tensor, const BlockCodec& codec, const Segm
     const float* begin = x + b * block;
     const std::int64_t length = std::min(block, count - b * block);
     absmax[b] = codec.code == Code::kDynamic8Unsigned ? finite_maximum(begin, length, non_finite)
-                                                : finite_absmax(begin, length, non_finite);
+                                                      : finite_absmax(begin, length, non_finite);
     scales[b] = unrounded_scale(codec.code, codec.maximum, begin, length, absmax[b]);
   }
   store_scales(tensor.format.scale, codec.maximum, blocks, first_block, group, planes, scales);
@@ -396,34 +396,36 @@ void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in
                    QuantCounts& counts) {
   const BlockCodec& codec = block_codec(tensor.format.code);
   const auto first_element = static_cast<std::uint64_t>(row * tensor.grid.row_length);
-  for_each_group(tensor, row,
-                 [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
-                   const float* x;
-                   float staged[kGroup];
-                   if constexpr (std::is_same_v<Source, float>) {
-                     x = in + column;
-                   } else {
-                     for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[column + i]);
-                     x = staged;
-                   }
-                   encode_group(tensor, codec, planes, group, x, count, key,
-                                first_element + static_cast<std::uint64_t>(column), counts);
-                 });
+  for_each_group(
+      tensor, row,
+      [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
+        const float* x;
+        float staged[kGroup];
+        if constexpr (std::is_same_v<Source, float>) {
+          x = in + column;
+        } else {
+          for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[column + i]);
+          x = staged;
+        }
+        encode_group(tensor, codec, planes, group, x, count, key,
+                     first_element + static_cast<std::uint64_t>(column), counts);
+      });
 }
 
 template <typename Target>
 void decode_blocks(const QuantTensor& tensor, std::int64_t row, Target* out) {
   const BlockCodec& codec = block_codec(tensor.format.code);
-  for_each_group(tensor, row,
-                 [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
-                   if constexpr (std::is_same_v<Target, float>) {
-                     decode_group(tensor, codec, planes, group, count, out + column);
-                   } else {
-                     float staged[kGroup];
-                     decode_group(tensor, codec, planes, group, count, staged);
-                     std::copy(staged, staged + count, out + column);
-                   }
-                 });
+  for_each_group(
+      tensor, row,
+      [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
+        if constexpr (std::is_same_v<Target, float>) {
+          decode_group(tensor, codec, planes, group, count, out + column);
+        } else {
+          float staged[kGroup];
+          decode_group(tensor, codec, planes, group, count, staged);
+          std::copy(staged, staged + count, out + column);
+        }
+      });
 }
 
 // --- elements stored as they are ---

@@ -71,12 +71,9 @@ inline constexpr std::int64_t kSerialElements = 8192;
 template <typename Run>
 void for_storage(std::string_view operation, ElementType type, Run run) {
   switch (type) {
-    case ElementType::kFp64:
-      return run.template operator()<double>();
-    case ElementType::kFp32:
-      return run.template operator()<float>();
-    case ElementType::kBf16:
-      return run.template operator()<Bf16>();
+    case ElementType::kFp64: return run.template operator()<double>();
+    case ElementType::kFp32: return run.template operator()<float>();
+    case ElementType::kBf16: return run.template operator()<Bf16>();
     default:
       fail("{}: tensors are fp32, bf16 or fp64, and {} came: convert it with copy", operation,
            name_of(type));

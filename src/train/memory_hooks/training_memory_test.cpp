@@ -78,7 +78,8 @@ TEST_F(TrainingMemory, AStepAllocatesNothingAndTheProcessDoesNotGrow) {
   if (!memory_probe_available()) GTEST_SKIP() << "this build does not count its memory";
   const RunConfig config = quickstart(SavePolicy::kAgoq);
   const Dataset data = Dataset::load(config.data);
-  RunArenas arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), data.bytes(), true).classes);
+  RunArenas arenas(cpu_backend().allocator(),
+                   plan_run(config, cpu_backend(), data.bytes(), true).classes);
   Trainer trainer(config, cpu_backend(), arenas);
   trainer.initialise();
   HostBatch batch;
