@@ -163,6 +163,17 @@ std::int64_t Dataset::sequences(Split split, std::int64_t sequence) const {
   return (tokens(split) + rest) / sequence;
 }
 
+std::int64_t Dataset::spread(std::int64_t number, std::int64_t per_epoch) {
+  __extension__ using Wide = unsigned __int128;  // the product of two 64-bit numbers
+  // A stride near the golden section of the pass, without a common divisor: every place is met once,
+  // and the places of any few consecutive numbers are far apart.
+  auto stride = static_cast<std::int64_t>(0.6180339887 * static_cast<double>(per_epoch));
+  stride = std::max<std::int64_t>(1, stride);
+  while (std::gcd(stride, per_epoch) != 1) ++stride;
+  return static_cast<std::int64_t>(static_cast<Wide>(number % per_epoch) * static_cast<Wide>(stride) %
+                                   static_cast<Wide>(per_epoch));
+}
+
 void Dataset::shuffle(std::uint64_t seed, std::int64_t number) const {
   Epoch& epoch = *epoch_;
   if (epoch.shuffled && epoch.seed == seed && epoch.number == number) return;
@@ -210,8 +221,8 @@ void Dataset::fill(Split split, std::uint64_t seed, std::int64_t first, std::int
     const std::lock_guard<std::mutex> lock(epoch_->mutex);
     for (std::int64_t i = 0; i < count; ++i) {
       shuffle(seed, (first + i) / per_epoch);
-      fill_sequence(training_, epoch_->order, (first + i) % per_epoch * sequence, sequence, i * sequence,
-                    batch);
+      const std::int64_t place = spread(first + i, per_epoch);
+      fill_sequence(training_, epoch_->order, place * sequence, sequence, i * sequence, batch);
     }
   }
   const auto documents = static_cast<std::size_t>(batch.document_count);

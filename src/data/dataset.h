@@ -6,7 +6,8 @@
 // follows a document's last byte is the next border token. So every token has a target in its own
 // document: the border predicts the first byte, and the last byte predicts the border. Documents are
 // shuffled once per epoch by a counter-based key, and the stream is cut into sequences of `sequence`
-// tokens.
+// tokens. Training takes the sequences of an epoch not one after another but spread over the stream
+// (`spread`): neighbours come from one document, and a step made of them would learn from that alone.
 //
 // A position counts from the start of the document (document attention) or of the sequence, whichever
 // came last; every sequence starts a new entry of document_starts.
@@ -74,6 +75,8 @@ class Dataset {
   /// Sequences of `sequence` tokens in one pass: training drops the rest of a pass; validation
   /// covers every token, its last sequence padded with weight 0.
   std::int64_t sequences(Split split, std::int64_t sequence) const;
+  /// The place in the epoch's stream of training sequence `number`: a permutation of [0, per_epoch).
+  static std::int64_t spread(std::int64_t number, std::int64_t per_epoch);
   /// Fills `batch` with `count` sequences from number `first` of the endless training stream, or of
   /// the one validation pass (past its end: weight 0). Does not allocate once `batch` has its size.
   /// Any `first` costs a search among the documents, and a shuffle of them when the epoch changes.

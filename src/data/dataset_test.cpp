@@ -109,11 +109,17 @@ TEST_P(AnySequence, TrainingWalksEveryDocumentOncePerEpochApartFromTheRest) {
   }
   std::vector<std::vector<std::int32_t>> epochs;
   for (const std::int64_t epoch : {0, 1}) {
-    std::vector<std::int32_t> stream;
+    // Put back into the order of the stream: every place is met exactly once.
+    std::vector<std::int32_t> stream(static_cast<std::size_t>(count * sequence));
+    std::set<std::int64_t> places;
     for (std::int64_t i = 0; i < count; ++i) {
       const HostBatch batch = filled(dataset, Split::kTraining, epoch * count + i, 1, sequence);
-      stream.insert(stream.end(), batch.tokens.begin(), batch.tokens.end());
+      const std::int64_t place = Dataset::spread(epoch * count + i, count);
+      places.insert(place);
+      std::copy(batch.tokens.begin(), batch.tokens.end(), stream.begin() + place * sequence);
     }
+    EXPECT_EQ(static_cast<std::int64_t>(places.size()), count);
+    EXPECT_EQ(*places.rbegin(), count - 1);
     std::multiset<std::vector<std::int32_t>> left = expected;
     std::vector<std::int32_t> document;
     const auto check_off = [&] {
@@ -205,7 +211,7 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
       const std::int64_t start = batch.document_starts[static_cast<std::size_t>(d - 1)];
       ASSERT_EQ(batch.positions[at], i - start);
       longest = std::max(longest, i - start + 1);
-      if (i + 1 < count * sequence) {
+      if ((i + 1) % sequence != 0) {
         ASSERT_EQ(batch.targets[at], batch.tokens[at + 1]);
       }
       ASSERT_EQ(batch.weights[at], 1.0f) << i;
