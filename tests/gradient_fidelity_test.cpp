@@ -35,12 +35,12 @@ struct Setting {
   double qkv, o, gate_up, down, norm;
 };
 
-// How far above the prototype's figure each kind may be. 1.5 is the aim for every kind. QKV misses it:
-// on this model, after 110 steps, the 4-bit formats measure up to 1.58 times the prototype's figure, and
-// the ratio grew from 1.51 to 1.58 when the batch grew from 8,192 to 16,384 tokens, as an error does
-// that repeats with the token (docs/method.md, "Where it falls short").
+// How far above the prototype's figure each kind may be.
 constexpr double kFactor = 1.5;
-constexpr double kQkvFactor = 1.65;
+
+// E2M1 and INT4 change places from model to model and batch to batch (docs/method.md): of these two only
+// that they are close is asserted.
+constexpr double kCloseFormats = 0.10;
 
 // From the closest to the furthest: the order is part of the test.
 const std::vector<Setting>& settings() {
@@ -241,13 +241,17 @@ TEST_F(GradientFidelity, StaysWithinTheBoundsOfEachFormatAndInTheirOrder) {
     if (setting.policy == SavePolicy::kAgoq) {
       EXPECT_GE(found.cosine, 0.99) << setting.name;
     }
-    EXPECT_LE(of(ParameterKind::kQkv), kQkvFactor * setting.qkv) << setting.name;
+    EXPECT_LE(of(ParameterKind::kQkv), kFactor * setting.qkv) << setting.name;
     EXPECT_LE(of(ParameterKind::kAttentionOutput), kFactor * setting.o) << setting.name;
     EXPECT_LE(of(ParameterKind::kGateUp), kFactor * setting.gate_up) << setting.name;
     EXPECT_LE(of(ParameterKind::kDown), kFactor * setting.down) << setting.name;
     EXPECT_LE(of(ParameterKind::kNorm), kFactor * setting.norm) << setting.name;
-    EXPECT_GT(found.whole, previous) << setting.name << " is closer than the format before it";
-    previous = found.whole;
+    if (std::string(setting.name) == "INT4/128") {
+      EXPECT_NEAR(found.whole / previous, 1.0, kCloseFormats) << setting.name;
+    } else {
+      EXPECT_GT(found.whole, previous) << setting.name << " is closer than the format before it";
+    }
+    previous = std::max(previous, found.whole);
     fmt::print("  qkv by layer:{}\n", qkv_by_layer(gradients));
   }
 }

@@ -24,6 +24,9 @@ SlotPlan plan_slot(const SaveSlot& slot, const ActivationConfig& config) {
     case SavePolicy::kAgoq:
       switch (slot.role) {
         case SlotRole::kNormInput:
+          // The first block's: a function of the token ids.
+          if (!slot.recomputed_from.empty()) plan.action = SlotAction::kRecompute;
+          [[fallthrough]];
         case SlotRole::kGateUp:
           if (config.policy == SavePolicy::kAgoq) plan.format = config.format;
           break;

@@ -15,6 +15,10 @@ enum FinalSlot : int { kFinalNormInput = static_cast<int>(kLayerInput), kFinalNo
 
 std::vector<LayerSlots> transformer_saves(const ModelConfig& config) {
   std::vector<LayerSlots> layers(static_cast<std::size_t>(config.layers), block_saves(config));
+  // The first block's input is a function of the token ids. Keeping it quantised would also cost more
+  // than elsewhere: a token's rounding error is the same wherever it stands, so it does not average out
+  // over the batch (docs/method.md).
+  layers.front()[kLayerInput].recomputed_from = "embedding of the tokens";
   // The head's weight gradient is taken in the forward pass, from the exact output of the final norm.
   layers.push_back({
       {"final_norm_input", SlotRole::kNormInput, config.hidden, 1, config.dtype, ""},
@@ -58,7 +62,8 @@ void Transformer::backward(const Context& context, const Batch& batch, Activatio
         index_.final_norm == kNoParameter ? Tensor{} : gradients.vector(index_.final_norm));
   }
   for (std::size_t l = index_.blocks.size(); l-- > 0;) {
-    const BlockCall call{config_, weights_, index_.blocks[l], batch, rope_table_};
+    const BlockCall call{config_, weights_,    index_.blocks[l],
+                         batch,   rope_table_, weights_[index_.embedding]};
     if (!store.plan().layers[l].recompute_layer) {
       block_backward(context, call, dx, store.layer(frame, l), gradients);
       continue;
@@ -122,7 +127,8 @@ void Transformer::forward_to_norm(const Context& context, const Batch& batch, Ac
   const Tensor delta = context.workspace.take(config_.dtype, output.shape);
   context.backend.embedding_forward(context, batch.tokens, weights_[index_.embedding], x);
   for (std::size_t l = 0; l < index_.blocks.size(); ++l) {
-    const BlockCall call{config_, weights_, index_.blocks[l], batch, rope_table_};
+    const BlockCall call{config_, weights_,    index_.blocks[l],
+                         batch,   rope_table_, weights_[index_.embedding]};
     block_forward(context, call, x, l == 0 ? Tensor{} : delta, delta, store.layer(frame, l));
   }
   LayerFrame frame_of_norm = store.layer(frame, index_.blocks.size());

@@ -27,14 +27,24 @@ Tensor vector_gradient(const MainGradients& gradients, std::size_t parameter) {
   return parameter == kNoParameter ? Tensor{} : gradients.vector(parameter);
 }
 
-/// The norm output that fed a GEMM: kept, or recomputed from the saved norm input.
+/// The norm output that fed a GEMM: kept, or recomputed from the norm's input.
 Tensor norm_output(const Context& context, const BlockCall& call, LayerFrame& frame, int output_slot,
-                   int input_slot, std::size_t weight, std::int64_t tokens) {
+                   const QuantTensor& input, std::size_t weight) {
   if (frame.kept(output_slot)) return frame.load(context, output_slot);
-  const Tensor output = context.workspace.take(call.config.dtype, Shape{tokens, call.config.hidden});
-  context.backend.norm_forward_saved(context, call.config.norm, frame.saved(input_slot),
-                                     weight_of(call, weight), call.config.norm_epsilon, output);
+  const Tensor output =
+      context.workspace.take(call.config.dtype, Shape{input.rows(), call.config.hidden});
+  context.backend.norm_forward_saved(context, call.config.norm, input, weight_of(call, weight),
+                                     call.config.norm_epsilon, output);
   return output;
+}
+
+/// The input of the first norm: kept, or, in the first block, the embedding of the tokens once more.
+QuantTensor norm1_input(const Context& context, const BlockCall& call, LayerFrame& frame) {
+  if (frame.kept(kNorm1Input)) return frame.saved(kNorm1Input);
+  const Tensor& tokens = call.batch.tokens;
+  const Tensor x = context.workspace.take(call.config.dtype, Shape{tokens.count(), call.config.hidden});
+  context.backend.embedding_forward(context, tokens, call.embedding, x);
+  return as_quant_tensor(x);
 }
 
 void mlp_backward(const Context& context, const BlockCall& call, const Tensor& dx, LayerFrame& frame,
@@ -62,7 +72,7 @@ void mlp_backward(const Context& context, const BlockCall& call, const Tensor& d
   {
     const Arena::Scope norm_scope(context.workspace);
     const Tensor n2 =
-        norm_output(context, call, frame, kNorm2Output, kNorm2Input, call.parameters.norm2, tokens);
+        norm_output(context, call, frame, kNorm2Output, frame.saved(kNorm2Input), call.parameters.norm2);
     gradients.add_weight_gradient(context, call.parameters.gate_up, dgate_up, n2);
   }
   const Tensor dn2 = context.workspace.take(config.dtype, dx.shape);
@@ -95,17 +105,16 @@ void attention_block_backward(const Context& context, const BlockCall& call, con
   }
   backend.rope(context, attention, dqkv, call.batch.positions, call.rope_table, /*inverse=*/true);
   // qkv = n1 Wqkv^T.
+  const QuantTensor input = norm1_input(context, call, frame);
   {
     const Arena::Scope norm_scope(context.workspace);
-    const Tensor n1 =
-        norm_output(context, call, frame, kNorm1Output, kNorm1Input, call.parameters.norm1, tokens);
+    const Tensor n1 = norm_output(context, call, frame, kNorm1Output, input, call.parameters.norm1);
     gradients.add_weight_gradient(context, call.parameters.qkv, dqkv, n1);
   }
   const Tensor dn1 = context.workspace.take(config.dtype, dx.shape);
   backend.matmul(context, dqkv, Transpose::kNo, call.weights[call.parameters.qkv], Transpose::kNo, dn1);
-  backend.norm_backward_saved(context, config.norm, dn1, frame.saved(kNorm1Input),
-                              weight_of(call, call.parameters.norm1), config.norm_epsilon,
-                              frame.load_if_kept(context, kNorm1Rstd), dx,
+  backend.norm_backward_saved(context, config.norm, dn1, input, weight_of(call, call.parameters.norm1),
+                              config.norm_epsilon, frame.load_if_kept(context, kNorm1Rstd), dx,
                               vector_gradient(gradients, call.parameters.norm1));
 }
 

@@ -24,6 +24,7 @@ struct BlockCall {
   const BlockParameters& parameters;
   const Batch& batch;
   const Tensor& rope_table;
+  const Tensor& embedding;  // [V, H]: what the first block's input is recomputed from
 };
 
 /// What a block may keep from forward to backward.
