@@ -97,17 +97,10 @@ double MainGradients::norm(const Context& context, double scale) const {
 
 std::vector<MainGradients::NamedCounts> MainGradients::read_counters(const Context& context) const {
   std::vector<NamedCounts> counted;
-  if (context.workspace.is_measuring()) return counted;
-  std::vector<std::int64_t> rows(parameters_.size() * kQuantCounters);
-  context.backend.read(context, counters_.data, rows.data(), counters_.bytes());
   for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    const std::int64_t* row = rows.data() + parameter * kQuantCounters;
-    const QuantCounts counts{row[static_cast<int>(QuantCounter::kNonFinite)],
-                             row[static_cast<int>(QuantCounter::kSaturated)],
-                             row[static_cast<int>(QuantCounter::kFlushedBlocks)]};
-    if (counts.non_finite != 0 || counts.saturated != 0 || counts.flushed_blocks != 0) {
-      counted.push_back({parameters_[parameter].name, counts});
-    }
+    const auto row = static_cast<std::int64_t>(parameter);
+    const QuantCounts counts = read_counts(context, counters_.slice_rows(row, row + 1));
+    if (counts.any()) counted.push_back({parameters_[parameter].name, counts});
   }
   return counted;
 }
