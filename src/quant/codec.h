@@ -87,13 +87,16 @@ inline constexpr float kSaturationMargin = 1.07f;
 namespace codec_detail {
 
 // --- nf4: levels as shares of the scale (Dettmers et al., QLoRA, 2023, appendix E) ---
-inline constexpr float kNf4Levels[16] = {
-    -1.0f,      -.69619280f, -.52507305f, -.39491749f, -.28444138f, -.18477343f, -.09105004f, 0.0f,
-    .07958030f, .16093020f,  .24611230f,  .33791524f,  .44070983f,  .56261700f,  .72295684f,  1.0f};
+struct Nf4Levels {
+  float value[16];
+};
+inline constexpr Nf4Levels kNf4Levels = {
+    {-1.0f, -.69619280f, -.52507305f, -.39491749f, -.28444138f, -.18477343f, -.09105004f, 0.0f,
+     .07958030f, .16093020f, .24611230f, .33791524f, .44070983f, .56261700f, .72295684f, 1.0f}};
 
 template <int index>
 inline constexpr float kNf4Midpoint =
-    static_cast<float>((static_cast<double>(kNf4Levels[index]) + kNf4Levels[index + 1]) / 2);
+    static_cast<float>((static_cast<double>(kNf4Levels.value[index]) + kNf4Levels.value[index + 1]) / 2);
 
 template <int... index>
 AGOQ_HD std::uint32_t encode_nf4(float y, std::integer_sequence<int, index...>) {
@@ -222,16 +225,20 @@ AGOQ_HD std::uint32_t encode_magnitude(float a) {
 /// The level of `bits`, in code units. Bits above the code's width are zero.
 template <Code code>
 AGOQ_HD float decode(std::uint32_t bits) {
+  // Tables are local to the function: device code cannot index a table of a namespace.
   if constexpr (code == Code::kNf4) {
-    return codec_detail::kNf4Levels[bits];
+    static constexpr codec_detail::Nf4Levels kLevels = codec_detail::kNf4Levels;
+    return kLevels.value[bits];
   } else if constexpr (code == Code::kBnbFp4) {
     static constexpr float kLevels[16] = {0.0f,  .0625f,  2.0f,  3.0f,  4.0f,  6.0f,  8.0f,  12.0f,
                                           -0.0f, -.0625f, -2.0f, -3.0f, -4.0f, -6.0f, -8.0f, -12.0f};
     return kLevels[bits];
   } else if constexpr (code == Code::kDynamic8) {
-    return codec_detail::DynamicMap<true>::kLevels.value[bits];
+    static constexpr auto kLevels = codec_detail::DynamicMap<true>::make_levels();
+    return kLevels.value[bits];
   } else if constexpr (code == Code::kDynamic8Unsigned) {
-    return codec_detail::DynamicMap<false>::kLevels.value[bits];
+    static constexpr auto kLevels = codec_detail::DynamicMap<false>::make_levels();
+    return kLevels.value[bits];
   } else if constexpr (is_integer_code(code)) {
     constexpr std::int32_t kSign = 1 << (code_bits(code) - 1);
     return static_cast<float>((static_cast<std::int32_t>(bits) ^ kSign) - kSign);
