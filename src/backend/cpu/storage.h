@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "backend/cpu/cpu_backend.h"
+#include "backend/operand_checks.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 
@@ -78,25 +79,6 @@ void for_storage(std::string_view operation, ElementType type, Run run) {
       fail("{}: tensors are fp32, bf16 or fp64, and {} came: convert it with copy", operation,
            name_of(type));
   }
-}
-
-/// Throws unless `tensor` is given and is `type` [rows(), width()] = [rows, width].
-inline void expect(std::string_view operation, std::string_view name, const Tensor& tensor,
-                   ElementType type, std::int64_t rows, std::int64_t width) {
-  check(static_cast<bool>(tensor), "{}: {} ({} [{}, {}]) is required and was not given", operation, name,
-        name_of(type), rows, width);
-  check(tensor.type == type && tensor.width() == width && tensor.count() == rows * width,
-        "{}: {} must be {} [{}, {}] and is {} {}", operation, name, name_of(type), rows, width,
-        name_of(tensor.type), tensor.shape.to_string());
-}
-
-/// The same for a tensor of which only the number of elements matters: one value per row or column.
-inline void expect(std::string_view operation, std::string_view name, const Tensor& tensor,
-                   ElementType type, std::int64_t count) {
-  check(static_cast<bool>(tensor), "{}: {} ({} [{}]) is required and was not given", operation, name,
-        name_of(type), count);
-  check(tensor.type == type && tensor.count() == count, "{}: {} must be {} [{}] and is {} {}", operation,
-        name, name_of(type), count, name_of(tensor.type), tensor.shape.to_string());
 }
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA
