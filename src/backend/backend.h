@@ -146,11 +146,12 @@ class Backend {
                                const Tensor& dgate_up, const Tensor& hidden) = 0;
 
   // --- loss ---
-  /// token_loss[c] = weight[c] * (log sum exp(logits[c]) - logits[c][target[c]]); with_gradient replaces
-  /// logits by the gradient of the sum of token_loss.  logits compute type [C, V]; targets int32 [C];
-  /// weights fp32 [C]; token_loss compute type [C]. Rows of weight 0 have loss 0 and gradient 0.
+  /// token_loss[c] = weight[c] * (log sum exp(logits[c]) - logits[c][target[c]]); dlogits (optional) =
+  /// the gradient of the sum of token_loss.  logits compute type [C, V]; dlogits [C, V] of any floating
+  /// type, and may be logits itself; targets int32 [C]; weights fp32 [C]; token_loss compute type [C].
+  /// Rows of weight 0 have loss 0 and gradient 0.
   virtual void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets,
-                             const Tensor& weights, const Tensor& token_loss, bool with_gradient) = 0;
+                             const Tensor& weights, const Tensor& token_loss, const Tensor& dlogits) = 0;
 
   // --- reductions ---
   /// total[0] = sum of x in double precision, in element order.  total fp64 [1].
@@ -213,5 +214,9 @@ void zero_planes(const Context&, const QuantTensor& tensor);
 
 /// The CPU backend, in the build for the best instruction set this machine has.
 Backend& cpu_backend();
+
+/// The CUDA backend. Opening it needs CUDA's libraries and no GPU; the GPU is looked for when memory is
+/// allocated. Throws Error (kInput) where the build has none or a library is missing.
+Backend& cuda_backend();
 
 }  // namespace agoq

@@ -22,7 +22,7 @@ Result run(Backend& backend, ElementType type, std::int64_t vocabulary, const Va
   const Tensor tensor = bench.of(type, Shape{rows, vocabulary}, logits);
   const Tensor loss = bench.empty(type, Shape{rows});
   backend.cross_entropy(bench.context, tensor, bench.integers(targets),
-                        bench.of(kFp32, Shape{rows}, weights), loss, with_gradient);
+                        bench.of(kFp32, Shape{rows}, weights), loss, with_gradient ? tensor : Tensor{});
   return {Bench::get(loss), Bench::get(tensor)};
 }
 
@@ -55,6 +55,25 @@ TEST(CrossEntropy, EqualsTheDefinition) {
   }
 }
 
+TEST(CrossEntropy, WritesTheGradientBesideTheLogitsInAnotherType) {
+  const Values logits = normal(4 * kVocabulary, 1, 4.0);
+  for (const Build& build : builds()) {
+    const Result single = run(*build.backend, kFp32, kVocabulary, logits, kTargets, kWeights, true);
+    Bench bench(*build.backend);
+    const Tensor tensor = bench.of(kFp32, Shape{4, kVocabulary}, logits);
+    const Tensor gradient = bench.empty(ElementType::kBf16, tensor.shape),
+                 loss = bench.empty(kFp32, Shape{4});
+    build.backend->cross_entropy(bench.context, tensor, bench.integers(kTargets),
+                                 bench.of(kFp32, Shape{4}, kWeights), loss, gradient);
+    EXPECT_EQ(Bench::get(loss), single.loss);
+    EXPECT_EQ(Bench::get(tensor), logits);
+    const Values rounded = Bench::get(gradient);
+    for (std::size_t i = 0; i < rounded.size(); ++i) {
+      EXPECT_EQ(rounded[i], to_float(to_bf16(static_cast<float>(single.logits[i])))) << i;
+    }
+  }
+}
+
 TEST(CrossEntropy, GradientEqualsFiniteDifferences) {
   Bench bench;
   const Values values = normal(4 * kVocabulary, 1);
@@ -62,7 +81,7 @@ TEST(CrossEntropy, GradientEqualsFiniteDifferences) {
                loss = bench.empty(kFp64, Shape{4});
   const Tensor targets = bench.integers(kTargets), weights = bench.of(kFp32, Shape{4}, kWeights);
   const auto total = [&] {
-    bench.context.backend.cross_entropy(bench.context, logits, targets, weights, loss, false);
+    bench.context.backend.cross_entropy(bench.context, logits, targets, weights, loss, {});
     return dot(Bench::get(loss), Values(4, 1.0));
   };
   const Result result = run(cpu_backend(), kFp64, kVocabulary, values, kTargets, kWeights, true);

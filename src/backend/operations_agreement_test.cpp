@@ -115,7 +115,7 @@ std::vector<Operation> operations() {
                    const Tensor logits = maker.random(statistics_type(type), Shape{kTokens, kWidth});
                    const Tensor loss = maker.random(statistics_type(type), Shape{kTokens});
                    context.backend.cross_entropy(context, logits, maker.integers(targets),
-                                                 maker.random(kFp32, Shape{kTokens}), loss, true);
+                                                 maker.random(kFp32, Shape{kTokens}), loss, logits);
                    return std::vector{logits, loss};
                  }});
   all.push_back(

@@ -151,6 +151,10 @@ void Transformer::head_and_loss(const Context& context, const Batch& batch, cons
   Tensor dhead;
   if (gradients != nullptr) dhead = context.workspace.take(compute, Shape{head.rows(), head.width()});
   const Tensor logits_memory = context.workspace.take(compute, Shape{chunk, config_.vocabulary});
+  // The gradient of the logits feeds matrix products, and so has the model's type.
+  const Tensor dlogits_memory = gradients == nullptr || compute == config_.dtype
+                                    ? logits_memory
+                                    : context.workspace.take(config_.dtype, logits_memory.shape);
   for (std::int64_t first = 0; first < tokens; first += chunk) {
     const std::int64_t last = std::min(first + chunk, tokens);
     const Tensor rows = output.slice_rows(first, last);
@@ -159,11 +163,12 @@ void Transformer::head_and_loss(const Context& context, const Batch& batch, cons
       return vector.reshaped(Shape{tokens, 1}).slice_rows(first, last).reshaped(Shape{last - first});
     };
     backend.matmul(context, rows, Transpose::kNo, head, Transpose::kYes, logits);
+    const Tensor dlogits = gradients == nullptr ? Tensor{} : dlogits_memory.slice_rows(0, last - first);
     backend.cross_entropy(context, logits, part(batch.targets), part(batch.weights), part(token_loss),
-                          gradients != nullptr);
+                          dlogits);
     if (gradients == nullptr) continue;
-    backend.matmul(context, logits, Transpose::kYes, rows, Transpose::kNo, dhead, first > 0);
-    backend.matmul(context, logits, Transpose::kNo, head, Transpose::kNo, rows);
+    backend.matmul(context, dlogits, Transpose::kYes, rows, Transpose::kNo, dhead, first > 0);
+    backend.matmul(context, dlogits, Transpose::kNo, head, Transpose::kNo, rows);
   }
   if (gradients != nullptr) gradients->add(context, index_.head, dhead);
 }

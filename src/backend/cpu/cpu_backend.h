@@ -61,7 +61,7 @@ class CpuBackend : public Backend {
 
   // cross_entropy.cpp
   void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets, const Tensor& weights,
-                     const Tensor& token_loss, bool with_gradient) override;
+                     const Tensor& token_loss, const Tensor& dlogits) override;
 
   // reductions.cpp
   void sum(const Context&, const Tensor& x, const Tensor& total) override;
