@@ -4,13 +4,14 @@ add_library(agoq_flags INTERFACE)
 target_compile_features(agoq_flags INTERFACE cxx_std_20)
 target_include_directories(agoq_flags INTERFACE ${CMAKE_SOURCE_DIR}/src)
 target_compile_definitions(agoq_flags INTERFACE AGOQ_VERSION="${PROJECT_VERSION}")
-target_compile_options(agoq_flags INTERFACE
+set(host_options
   -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Werror=return-type
   # Codes are the same bytes on every backend: no contraction into FMAs, no fast-math.
   -ffp-contract=off -fno-math-errno
   # Changes no result: it says that nobody reads the FP exception flags, without which GCC will not turn
   # a clamp or a choice between two floats into a vector select (e4m3 encodes 4 times as fast with it).
   -fno-trapping-math)
+target_compile_options(agoq_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${host_options}>")
 target_link_libraries(agoq_flags INTERFACE fmt::fmt OpenMP::OpenMP_CXX Threads::Threads)
 if(AGOQ_SANITIZE)
   target_compile_options(agoq_flags INTERFACE -fsanitize=${AGOQ_SANITIZE} -fno-omit-frame-pointer -g

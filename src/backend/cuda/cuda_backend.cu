@@ -1,0 +1,94 @@
+#include "backend/cuda/cuda_backend.h"
+
+#include <algorithm>
+
+#include "backend/cuda/device.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kOldestCapability = 80;
+
+Device look_for_device() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  check_input(driver != 0,
+              "there is no NVIDIA driver on this machine: run on the CPU (--set run.device=cpu)");
+  check_input(status != cudaErrorInsufficientDriver,
+              "the NVIDIA driver serves CUDA {}.{} and this build needs {}.{}: install a newer driver",
+              driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+  check_input(
+      status == cudaSuccess && count > 0,
+      "no usable NVIDIA GPU was found ({}): look at nvidia-smi and CUDA_VISIBLE_DEVICES, or run on "
+      "the CPU (--set run.device=cpu)",
+      cudaGetErrorString(status));
+  int index = 0;
+  expect_success(cudaGetDevice(&index), "looking for the GPU");
+  cudaDeviceProp properties;
+  expect_success(cudaGetDeviceProperties(&properties, index), "looking for the GPU");
+  Device found;
+  found.name = properties.name;
+  found.multiprocessors = properties.multiProcessorCount;
+  found.capability = 10 * properties.major + properties.minor;
+  found.memory = properties.totalGlobalMem;
+  check_input(found.capability >= kOldestCapability,
+              "{} has compute capability {}.{}, and 8.0 (Ampere) or newer is needed: run on the CPU "
+              "(--set run.device=cpu)",
+              found.name, properties.major, properties.minor);
+  return found;
+}
+
+class DeviceAllocator : public Allocator {
+ public:
+  std::byte* allocate(std::size_t bytes) override {
+    const Device& gpu = device();
+    void* memory = nullptr;
+    const cudaError_t status = cudaMalloc(&memory, std::max<std::size_t>(bytes, 1));
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // this error does not stick
+      std::size_t free = 0, total = 0;
+      cudaMemGetInfo(&free, &total);
+      fail_input(
+          "{} bytes of GPU memory were needed and {} of {} are free on {}: choose a smaller micro-batch "
+          "or "
+          "sequence, or more recomputation (agoq plan shows what takes the memory)",
+          bytes, free, total, gpu.name);
+    }
+    expect_success(status, "allocating GPU memory");
+    return static_cast<std::byte*>(memory);
+  }
+  void release(std::byte* memory, std::size_t) override { cudaFree(memory); }
+};
+
+}  // namespace
+
+const Device& device() {
+  static const Device found = look_for_device();
+  return found;
+}
+
+Allocator& CudaBackend::allocator() {
+  static DeviceAllocator allocator;
+  return allocator;
+}
+
+std::string CudaBackend::description() const {
+  const Device& gpu = device();
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  return fmt::format("cuda, {}, {} multiprocessors, compute capability {}.{}, CUDA {}.{} (driver {}.{})",
+                     gpu.name, gpu.multiprocessors, gpu.capability / 10, gpu.capability % 10,
+                     runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
+}
+
+}  // namespace agoq::cuda
+
+/// What backend/cuda_backend.cpp looks up in the module.
+extern "C" agoq::Backend* agoq_cuda_backend() {
+  static agoq::cuda::CudaBackend backend;
+  return &backend;
+}

@@ -1,0 +1,98 @@
+// Launching kernels over elements, and warp-wide reductions. Device code.
+#pragma once
+
+#include <cstdint>
+
+#include "backend/cuda/device.h"
+#include "core/small_float.h"
+#include "core/tensor.h"
+
+namespace agoq::cuda {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
+
+/// Blocks of a grid-stride launch over `work` items: one per item, at most `waves` per multiprocessor.
+inline unsigned grid_blocks(std::int64_t work, int per_multiprocessor) {
+  const std::int64_t most = std::int64_t{device().multiprocessors} * per_multiprocessor;
+  return static_cast<unsigned>(work < 1 ? 1 : work < most ? work : most);
+}
+
+/// Calls run.operator()<Storage>() for fp32 and bf16: the list of the instances of every operation.
+template <typename Run>
+void for_storage(std::string_view operation, ElementType type, Run run) {
+  switch (type) {
+    case ElementType::kFp32: return run.template operator()<float>();
+    case ElementType::kBf16: return run.template operator()<Bf16>();
+    default:
+      fail("{}: tensors on the GPU are fp32 or bf16, and {} came: convert it with copy", operation,
+           name_of(type));
+  }
+}
+
+__device__ __forceinline__ float load(float value) { return value; }
+__device__ __forceinline__ float load(Bf16 value) { return to_float(value); }
+__device__ __forceinline__ void store(float value, float& place) { place = value; }
+/// One instruction on sm_80 and later; the same bits as to_bf16 but for the payload of NaN.
+__device__ __forceinline__ void store(float value, Bf16& place) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(place.bits) : "f"(value));
+}
+
+/// Eight neighbouring elements: the unit of all vector accesses, 16 bytes of BF16 or 32 of FP32.
+inline constexpr int kVector = 8;
+
+__device__ __forceinline__ void load_vector(const float* from, float (&to)[kVector]) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0],
+               high = reinterpret_cast<const float4*>(from)[1];
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+__device__ __forceinline__ void load_vector(const Bf16* from, float (&to)[kVector]) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  const std::uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = __uint_as_float(words[i] << 16);
+    to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+  }
+}
+__device__ __forceinline__ void store_vector(const float (&from)[kVector], float* to) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(from[0], from[1], from[2], from[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(from[4], from[5], from[6], from[7]);
+}
+__device__ __forceinline__ void store_vector(const float (&from)[kVector], Bf16* to) {
+  std::uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+  }
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+/// Whether rows of `row_length` elements of this type, cut into pieces of `piece` elements, allow vector
+/// accesses: host side.
+template <typename Storage>
+bool vector_aligned(const void* data, std::int64_t piece) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 &&
+         piece * static_cast<std::int64_t>(sizeof(Storage)) % 16 == 0 && piece % kVector == 0;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kWholeWarp, value, lanes);
+  return value;
+}
+__device__ __forceinline__ double warp_sum(double value) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kWholeWarp, value, lanes);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kWholeWarp, value, lanes));
+  }
+  return value;
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,129 @@
+// Tensors to and from a QuantFormat.
+//
+//   quantize     destination = Q(source)
+//   dequantize   destination = Q^-1(source)
+//   accumulate   main = Q(Q^-1(main) + addend), block scales fresh, the sum in FP32
+//
+// A warp works on one group of up to 1,024 elements at a time (group_codec.cuh); the warps of the grid
+// share out the groups of the tensor.
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/group_codec.cuh"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 8;
+
+unsigned blocks_for(const QuantView& view) {
+  constexpr std::int64_t kWarps = kThreads / kWarp;
+  return grid_blocks((std::int64_t{view.groups} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+}
+
+/// Calls visit(group) for each group that the warp owns.
+template <typename Visit>
+__device__ __forceinline__ void for_each_group(const QuantView& view, Visit visit) {
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < view.groups;
+       index += step) {
+    visit(group_at(view, static_cast<std::uint32_t>(index)));
+  }
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(const Storage* source, bool aligned, QuantView view, RandomWords key,
+                    std::int64_t* counters) {
+  LaneCounts counts;
+  for_each_group(view, [&](const Group& group) {
+    GroupValues values;
+    load_group(group, source + group.row * view.row_length, aligned, values);
+    encode_group(view, group, values, key, counts);
+  });
+  counts.add_to(counters);
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_kernel(QuantView view, Storage* destination, bool aligned) {
+  for_each_group(view, [&](const Group& group) {
+    GroupValues values;
+    decode_group(view, group, values);
+    store_group(group, destination + group.row * view.row_length, aligned, values);
+  });
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads)
+    accumulate_kernel(const Storage* addend, bool aligned, QuantView view, RandomWords key,
+                      std::int64_t* counters) {
+  LaneCounts counts;
+  for_each_group(view, [&](const Group& group) {
+    GroupValues values, added;
+    decode_group(view, group, values);
+    load_group(group, addend + group.row * view.row_length, aligned, added);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[chunk][i] += added[chunk][i];
+    }
+    encode_group(view, group, values, key, counts);
+  });
+  counts.add_to(counters);
+}
+
+std::int64_t* counters_of(const Tensor& counters) {
+  return counters ? counters.as<std::int64_t>() : nullptr;
+}
+
+void refuse_fp64(std::string_view operation, const QuantTensor& tensor) {
+  check(tensor.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
+}
+
+}  // namespace
+
+void CudaBackend::quantize(const Context& context, const Tensor& source, const QuantTensor& destination,
+                           const RandomKey& key, const Tensor& counters) {
+  expect_same_shape("quantize", source, destination);
+  expect_counters("quantize", counters);
+  refuse_fp64("quantize", destination);
+  if (context.workspace.is_measuring() || source.count() == 0) return;
+  const QuantView view = view_of(destination);
+  for_storage("quantize", source.type, [&]<typename Storage>() {
+    quantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+        source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
+        mixed_key(key), counters_of(counters));
+  });
+  expect_launched("quantize");
+}
+
+void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
+                             const Tensor& destination) {
+  expect_same_shape("dequantize", destination, source);
+  refuse_fp64("dequantize", source);
+  if (context.workspace.is_measuring() || destination.count() == 0) return;
+  const QuantView view = view_of(source);
+  for_storage("dequantize", destination.type, [&]<typename Storage>() {
+    dequantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+        view, destination.as<Storage>(), vector_aligned<Storage>(destination.data, view.segment_length));
+  });
+  expect_launched("dequantize");
+}
+
+void CudaBackend::accumulate(const Context& context, const Tensor& addend, const QuantTensor& main,
+                             const RandomKey& key, const Tensor& counters) {
+  expect_same_shape("accumulate", addend, main);
+  expect_counters("accumulate", counters);
+  refuse_fp64("accumulate", main);
+  if (context.workspace.is_measuring() || addend.count() == 0) return;
+  const QuantView view = view_of(main);
+  for_storage("accumulate", addend.type, [&]<typename Storage>() {
+    accumulate_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+        addend.as<Storage>(), vector_aligned<Storage>(addend.data, view.segment_length), view,
+        mixed_key(key), counters_of(counters));
+  });
+  expect_launched("accumulate");
+}
+
+}  // namespace agoq::cuda

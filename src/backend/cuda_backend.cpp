@@ -1,0 +1,59 @@
+// Opens the CUDA backend, a module beside the program (backend/cuda).
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+#include "backend/backend.h"
+
+namespace agoq {
+namespace {
+
+constexpr const char* kModuleName = "libagoq_cuda.so";
+
+/// Beside the program, or where the build put it; AGOQ_CUDA_MODULE names another place.
+std::filesystem::path module_path() {
+  if (const char* given = std::getenv("AGOQ_CUDA_MODULE"); given != nullptr && *given != '\0')
+    return given;
+  std::error_code error;
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (!error) {
+    const std::filesystem::path beside = program.parent_path() / kModuleName;
+    if (std::filesystem::exists(beside, error)) return beside;
+  }
+#ifdef AGOQ_CUDA_MODULE
+  return AGOQ_CUDA_MODULE;
+#else
+  return {};
+#endif
+}
+
+Backend& open() {
+  const std::filesystem::path path = module_path();
+  check_input(!path.empty(),
+              "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
+              "run on the CPU (--set run.device=cpu)");
+  // The module stays open to the end of the process: its backend has static storage.
+  void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (module == nullptr) {
+    const char* const reason = dlerror();
+    fail_input(
+        "the CUDA backend could not be opened: {}: install that library or add its folder to "
+        "LD_LIBRARY_PATH",
+        reason == nullptr ? path.string() : reason);
+  }
+  using Entry = Backend* (*)();
+  const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));
+  check(entry != nullptr, "{} is not agoq's CUDA backend: build it again", path.string());
+  return *entry();
+}
+
+}  // namespace
+
+Backend& cuda_backend() {
+  static Backend& backend = open();
+  return backend;
+}
+
+}  // namespace agoq
