@@ -10,8 +10,8 @@
 
 #include <algorithm>
 
-#include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/row_codec.h"
+#include "backend/cpu/storage.h"
 #include "core/error.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
@@ -87,10 +87,6 @@ void decode_rows_through(const QuantTensor& source, const Tensor& destination, f
   }
 }
 
-float widen(float x) { return x; }
-float widen(Bf16 x) { return to_float(x); }
-double widen(double x) { return x; }
-
 template <typename Compute, typename Addend>
 QuantCounts accumulate_rows(const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                             Compute* scratch) {
@@ -100,7 +96,7 @@ QuantCounts accumulate_rows(const Tensor& addend, const QuantTensor& main, const
     Compute* sum = scratch + omp_get_thread_num() * width;
     decode_row(main, row, sum);
     const Addend* added = in + row * width;
-    for (std::int64_t i = 0; i < width; ++i) sum[i] += static_cast<Compute>(widen(added[i]));
+    for (std::int64_t i = 0; i < width; ++i) sum[i] += static_cast<Compute>(load(added[i]));
     encode_row(main, row, sum, key, counts);
   });
 }

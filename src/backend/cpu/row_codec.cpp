@@ -7,6 +7,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "backend/cpu/storage.h"
 #include "core/error.h"
 #include "quant/codec.h"
 
@@ -25,10 +26,6 @@ constexpr std::int32_t kInfinityBits = 0x7F800000;
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 std::int32_t magnitude_bits(float x) { return std::bit_cast<std::int32_t>(x) & kMagnitudeMask; }
-
-float widen(float x) { return x; }
-float widen(double x) { return static_cast<float>(x); }
-float widen(Bf16 x) { return to_float(x); }
 
 /// The planes of one segment of one row.
 struct SegmentPlanes {
@@ -451,7 +448,7 @@ void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in
         if constexpr (std::is_same_v<Source, float>) {
           x = in + column;
         } else {
-          for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[column + i]);
+          for (std::int64_t i = 0; i < count; ++i) staged[i] = static_cast<float>(load(in[column + i]));
           x = staged;
         }
         encode_group(tensor, codec, planes, group, x, count, key,
@@ -498,17 +495,17 @@ void encode_exact(const QuantTensor& tensor, std::int64_t row, const Source* in,
     if constexpr (std::is_same_v<Source, double>) {
       finite_in = std::abs(in[i]) <= std::numeric_limits<double>::max();
     } else {
-      finite_in = magnitude_bits(widen(in[i])) < kInfinityBits;
+      finite_in = magnitude_bits(load(in[i])) < kInfinityBits;
     }
     if constexpr (std::is_same_v<Element, double>) {
       if constexpr (std::is_same_v<Source, double>) {
         out[i] = in[i];
       } else {
-        out[i] = widen(in[i]);
+        out[i] = load(in[i]);
       }
       finite_out = finite_in;
     } else {
-      out[i] = narrow<Element>(widen(in[i]));
+      out[i] = narrow<Element>(static_cast<float>(load(in[i])));
       finite_out = magnitude_bits(to_float(out[i])) < kInfinityBits;
     }
     non_finite += finite_in ? 0 : 1;
