@@ -40,7 +40,7 @@ double row_sum_of_squares(const T* x, std::int64_t count) {
 
 template <typename Compute>
 void row_sums_of_squares(const QuantTensor& x, Compute* scratch, double* row_sums) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (x.grid.count() > kSerialElements)
   for (std::int64_t row = 0; row < x.rows(); ++row) {
     Compute* decoded = scratch + omp_get_thread_num() * x.width();
     decode_row(x, row, decoded);
