@@ -176,7 +176,7 @@ void ActivationStore::reset_counters(const Context& context) {
   context.backend.zero(context, counters_.data, counters_.bytes());
 }
 
-std::vector<ActivationStore::NamedCounts> ActivationStore::read_counters(const Context& context) const {
+std::vector<NamedCounts> ActivationStore::read_counters(const Context& context) const {
   std::vector<NamedCounts> named;
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     for (std::size_t s = 0; s < layers_[l].size(); ++s) {

@@ -95,7 +95,7 @@ double MainGradients::norm(const Context& context, double scale) const {
   return std::sqrt(total) * scale;
 }
 
-std::vector<MainGradients::NamedCounts> MainGradients::read_counters(const Context& context) const {
+std::vector<NamedCounts> MainGradients::read_counters(const Context& context) const {
   std::vector<NamedCounts> counted;
   for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
     const auto row = static_cast<std::int64_t>(parameter);
