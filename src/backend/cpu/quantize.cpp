@@ -45,8 +45,8 @@ void add_counts(const QuantCounts& counts, const Tensor& counters) {
 template <typename Encode>
 QuantCounts for_each_row(const QuantTensor& destination, const Encode& encode) {
   std::int64_t non_finite = 0, saturated = 0, flushed_blocks = 0;
-#pragma omp parallel for schedule(static) \
-    reduction(+ : non_finite, saturated, flushed_blocks) if (destination.grid.count() > kSerialElements)
+#pragma omp parallel for schedule(static) reduction( \
+        + : non_finite, saturated, flushed_blocks) if (destination.grid.count() > kSerialElements)
   for (std::int64_t row = 0; row < destination.rows(); ++row) {
     QuantCounts counts;
     encode(row, counts);

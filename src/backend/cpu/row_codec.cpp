@@ -151,8 +151,9 @@ bool block_maxima(const float* x, std::int64_t count, std::int64_t block, std::i
         lanes[lane] = std::max(lanes[lane], std::bit_cast<std::int32_t>(x[i + lane]) & mask);
       }
     }
-    std::int32_t largest = std::max(std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3])),
-                                    std::max(std::max(lanes[4], lanes[5]), std::max(lanes[6], lanes[7])));
+    std::int32_t largest =
+        std::max(std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3])),
+                 std::max(std::max(lanes[4], lanes[5]), std::max(lanes[6], lanes[7])));
     for (; i < end; ++i) largest = std::max(largest, std::bit_cast<std::int32_t>(x[i]) & mask);
     *maxima++ = std::bit_cast<float>(largest);
     largest_of_all = std::max(largest_of_all, largest);
@@ -243,8 +244,8 @@ void spread(const float* __restrict values, std::int64_t blocks, std::int64_t bl
 }
 
 template <Code code>
-void encode_elements(const float* __restrict x, const float* __restrict reciprocals,
-                     std::int64_t count, std::uint8_t* __restrict out) {
+void encode_elements(const float* __restrict x, const float* __restrict reciprocals, std::int64_t count,
+                     std::uint8_t* __restrict out) {
   // Two loops: in one, the compiler narrows every comparison inside encode to a byte by itself.
   std::uint32_t words[kGroup];
   for (std::int64_t i = 0; i < count; ++i) words[i] = encode<code>(x[i] * reciprocals[i]);
@@ -259,8 +260,8 @@ void encode_elements_stochastic(const float* __restrict x, const float* __restri
   encode_elements<code>(x, reciprocals, count, out);
   for (std::int64_t i = 0; i < count; ++i) {
     const float uniform = static_cast<float>(static_cast<std::int32_t>(random[i] >> 8)) * 0x1p-24f;
-    out[i] = static_cast<std::uint8_t>(
-        choose_stochastically<code>(x[i] * reciprocals[i], out[i], uniform));
+    out[i] =
+        static_cast<std::uint8_t>(choose_stochastically<code>(x[i] * reciprocals[i], out[i], uniform));
   }
 }
 
