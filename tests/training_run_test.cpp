@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "checkpoint/training_state.h"
+#include "core/temporary_folder.h"
 #include "train/inference.h"
 
 namespace agoq {
@@ -20,26 +21,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// A folder that is removed with its content.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "agoq-run-XXXXXX").string();
-    check(mkdtemp(name.data()) != nullptr, "no temporary folder");
-    path_ = name;
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string path(const std::string& name = "") const { return (path_ / name).string(); }
-
- private:
-  fs::path path_;
-};
-
 /// Sentences from a small grammar: more than an order-1 byte model can learn, little enough for a tiny
 /// model.
-void write_text(const Folder& folder) {
+void write_text(const TemporaryFolder& folder) {
   const char* subjects[] = {"the reader", "a model", "the engine", "every layer", "one rank"};
   const char* verbs[] = {"keeps", "recomputes", "quantises", "reduces", "stores"};
   const char* objects[] = {"its input", "the gradient", "a block", "all scales", "the moments"};
@@ -55,7 +39,7 @@ void write_text(const Folder& folder) {
   }
 }
 
-RunConfig small_run(const Folder& folder, const std::string& name) {
+RunConfig small_run(const TemporaryFolder& folder, const std::string& name) {
   RunConfig config;
   config.model.hidden = 64;
   config.model.layers = 2;
@@ -92,7 +76,7 @@ std::string losses(const RunConfig& config) {
 }
 
 TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   // Long enough to be past the steep part, where a few steps' lead is several per cent of the loss.
   RunConfig agoq = small_run(folder, "agoq");
@@ -113,7 +97,7 @@ TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
 }
 
 TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   RunConfig whole = small_run(folder, "whole");
   whole.run.steps = 12;
@@ -144,7 +128,7 @@ TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
 }
 
 TEST(TrainingRun, RefusesToWriteOverARunAndToResumeNone) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   RunConfig config = small_run(folder, "run");
   config.run.steps = 6;
@@ -160,7 +144,7 @@ TEST(TrainingRun, RefusesToWriteOverARunAndToResumeNone) {
 }
 
 TEST(TrainingRun, WritesWhatItWasToldAndWhatItFound) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   RunConfig config = small_run(folder, "run");
   config.run.steps = 6;
@@ -173,7 +157,7 @@ TEST(TrainingRun, WritesWhatItWasToldAndWhatItFound) {
 }
 
 TEST(TrainingRun, EvaluatesAndGeneratesFromTheRunDirectory) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   RunConfig config = small_run(folder, "run");
   const RunSummary summary = train(config);
@@ -192,7 +176,7 @@ TEST(TrainingRun, EvaluatesAndGeneratesFromTheRunDirectory) {
 }
 
 TEST(TrainingRun, SavesAndStopsOnSigterm) {
-  const Folder folder;
+  const TemporaryFolder folder;
   write_text(folder);
   RunConfig config = small_run(folder, "run");
   config.run.steps = 100000;

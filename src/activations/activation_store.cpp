@@ -176,14 +176,13 @@ void ActivationStore::reset_counters(const Context& context) {
   context.backend.zero(context, counters_.data, counters_.bytes());
 }
 
-std::vector<ActivationStore::NamedCounts> ActivationStore::read_counters(const Context& context) const {
+std::vector<NamedCounts> ActivationStore::read_counters(const Context& context) const {
+  const std::vector<QuantCounts> counts = read_counts(context, counters_);
   std::vector<NamedCounts> named;
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     for (std::size_t s = 0; s < layers_[l].size(); ++s) {
-      const QuantCounts counts =
-          read_counts(context, counters_.slice_rows(static_cast<std::int64_t>(first_row_[l] + s),
-                                                    static_cast<std::int64_t>(first_row_[l] + s + 1)));
-      if (counts.any()) named.push_back({name_of_slot(l, s), counts});
+      const QuantCounts& of_slot = counts[first_row_[l] + s];
+      if (of_slot.any()) named.push_back({name_of_slot(l, s), of_slot});
     }
   }
   return named;

@@ -96,11 +96,7 @@ class ActivationStore {
 
   /// Sets all counters to zero.
   void reset_counters(const Context&);
-  struct NamedCounts {
-    std::string name;  // "layer 3 gate_up"
-    QuantCounts counts;
-  };
-  /// Slots that counted anything since the last reset.
+  /// Slots ("layer 3 gate_up") that counted anything since the last reset.
   std::vector<NamedCounts> read_counters(const Context&) const;
 
  private:

@@ -1,6 +1,8 @@
 // The default bodies of fused operations: the composition of plain ones that specifies them.
 #include "backend/backend.h"
 
+#include "core/error.h"
+
 namespace agoq {
 
 void zero_planes(const Context& context, const QuantTensor& tensor) {
@@ -22,12 +24,21 @@ Tensor Backend::materialise(const Context& context, const QuantTensor& saved, El
   return tensor;
 }
 
-QuantCounts read_counts(const Context& context, const Tensor& counters) {
-  std::int64_t values[kQuantCounters] = {};
-  context.backend.read(context, counters.data, values, sizeof(values));
-  return {values[static_cast<int>(QuantCounter::kNonFinite)],
-          values[static_cast<int>(QuantCounter::kSaturated)],
-          values[static_cast<int>(QuantCounter::kFlushedBlocks)]};
+std::vector<QuantCounts> read_counts(const Context& context, const Tensor& counters) {
+  check(counters.type == ElementType::kInt64 && counters.width() == kQuantCounters,
+        "read_counts: a table of counters is int64 [rows, {}]; {} {} was given", kQuantCounters,
+        name_of(counters.type), counters.shape.to_string());
+  std::vector<std::int64_t> values(static_cast<std::size_t>(counters.count()));
+  context.backend.read(context, counters.data, values.data(), counters.bytes());
+  std::vector<QuantCounts> rows;
+  for (std::size_t first = 0; first < values.size(); first += kQuantCounters) {
+    const auto value = [&](QuantCounter counter) {
+      return values[first + static_cast<std::size_t>(counter)];
+    };
+    rows.push_back({value(QuantCounter::kNonFinite), value(QuantCounter::kSaturated),
+                    value(QuantCounter::kFlushedBlocks)});
+  }
+  return rows;
 }
 
 void Backend::residual_norm_forward(const Context& context, NormKind kind, const Tensor& x,

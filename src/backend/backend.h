@@ -18,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "backend/context.h"
 #include "core/memory.h"
@@ -226,8 +227,9 @@ class Backend {
   Tensor materialise(const Context&, const QuantTensor& saved, ElementType type);
 };
 
-/// A row of counters, read back.
-QuantCounts read_counts(const Context&, const Tensor& counters);
+/// The rows of a table of counters, int64 [rows, kQuantCounters], read back at once: a read waits for
+/// the stream.
+std::vector<QuantCounts> read_counts(const Context&, const Tensor& counters);
 
 /// Zeroes every plane of `tensor`, which makes it a zero tensor in every format: a block whose scale is
 /// zero decodes to zeros.

@@ -12,34 +12,12 @@
 #include <set>
 
 #include "core/error.h"
+#include "core/temporary_folder.h"
 
 namespace agoq {
 namespace {
 
 namespace fs = std::filesystem;
-
-// A folder that is gone at the end of the test.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "agoq-dataset-XXXXXX").string();
-    if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-    path_ = name;
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  void write(const std::string& name, const std::string& text) const {
-    fs::create_directories((path_ / name).parent_path());
-    std::ofstream(path_ / name, std::ios::binary) << text;
-  }
-  std::string path(const std::string& name = "") const {
-    return name.empty() ? path_.string() : (path_ / name).string();
-  }
-
- private:
-  fs::path path_;
-};
 
 // Pseudo-random bytes, so that no two documents are alike; the length varies, one is a single byte.
 std::string document_text(int d) {
@@ -52,7 +30,7 @@ std::string document_text(int d) {
 
 constexpr int kDocuments = 25;
 
-DataConfig write_documents(const Folder& folder) {
+DataConfig write_documents(const TemporaryFolder& folder) {
   for (int d = 0; d < kDocuments; ++d) folder.write(fmt::format("{:03}.txt", d), document_text(d));
   DataConfig config;
   config.paths = {folder.path()};
@@ -97,7 +75,7 @@ class AnySequence : public testing::TestWithParam<std::int64_t> {};
 INSTANTIATE_TEST_SUITE_P(Dataset, AnySequence, testing::Values(1, 7, 256, 1000, 1025));
 
 TEST_P(AnySequence, TrainingWalksEveryDocumentOncePerEpochApartFromTheRest) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const Dataset dataset = Dataset::load(write_documents(folder));
   const std::int64_t sequence = GetParam();
   const std::int64_t count = dataset.sequences(Split::kTraining, sequence);
@@ -144,7 +122,7 @@ TEST_P(AnySequence, TrainingWalksEveryDocumentOncePerEpochApartFromTheRest) {
 }
 
 TEST_P(AnySequence, ValidationCoversEveryTokenOnceInPathOrder) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const Dataset dataset = Dataset::load(write_documents(folder));
   const std::int64_t sequence = GetParam();
   std::vector<std::int32_t> expected;
@@ -168,7 +146,7 @@ TEST_P(AnySequence, ValidationCoversEveryTokenOnceInPathOrder) {
 }
 
 TEST_P(AnySequence, ReachesAnySequenceWithoutTheOnesBefore) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const DataConfig config = write_documents(folder);
   const Dataset dataset = Dataset::load(config);
   const std::int64_t sequence = GetParam();
@@ -189,7 +167,7 @@ TEST_P(AnySequence, ReachesAnySequenceWithoutTheOnesBefore) {
 }
 
 TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
-  const Folder folder;
+  const TemporaryFolder folder;
   for (const bool document_attention : {true, false}) {
     DataConfig config = write_documents(folder);
     config.document_attention = document_attention;
@@ -223,7 +201,7 @@ TEST_P(AnySequence, TargetsAreTheFollowingTokensAndDocumentsRestartPositions) {
 }
 
 TEST(Dataset, GivesTheSameBatchesForTheSameSeedOnly) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const DataConfig config = write_documents(folder);
   const Dataset first = Dataset::load(config);
   const Dataset second = Dataset::load(config);
@@ -236,7 +214,7 @@ TEST(Dataset, GivesTheSameBatchesForTheSameSeedOnly) {
 }
 
 TEST(Dataset, FillsABatchThatHasItsSizeInPlace) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const Dataset dataset = Dataset::load(write_documents(folder));
   HostBatch batch;
   dataset.fill(Split::kTraining, 1, 0, 2, 64, batch);
@@ -249,7 +227,7 @@ TEST(Dataset, FillsABatchThatHasItsSizeInPlace) {
 }
 
 TEST(Dataset, ReadsUtf8AsBytes) {
-  const Folder folder;
+  const TemporaryFolder folder;
   folder.write("a.txt", "\xC3\xA9\xE2\x82\xAC");
   folder.write("b.txt", "\xFF");
   DataConfig config;
@@ -262,7 +240,7 @@ TEST(Dataset, ReadsUtf8AsBytes) {
 }
 
 TEST(Dataset, Order1LossOfAHandCountedCase) {
-  const Folder folder;
+  const TemporaryFolder folder;
   folder.write("a.txt", "aab");  // training: $a, aa, ab, b$
   folder.write("b.txt", "ab");   // validation: $a, ab, b$
   folder.write("c.txt", "ba");   // training: $b, ba, a$
@@ -277,7 +255,7 @@ TEST(Dataset, Order1LossOfAHandCountedCase) {
 }
 
 TEST(Dataset, EvaluationTakesEveryDocument) {
-  const Folder folder;
+  const TemporaryFolder folder;
   folder.write("a.txt", "one");
   DataConfig config;
   config.paths = {folder.path()};
@@ -287,7 +265,7 @@ TEST(Dataset, EvaluationTakesEveryDocument) {
 }
 
 TEST(Dataset, ReadsFoldersByExtensionAndNamedFilesAlways) {
-  const Folder folder;
+  const TemporaryFolder folder;
   folder.write("deep/er/a.md", "a");
   folder.write("b.txt", "bb");
   folder.write("c.bin", "ccc");
@@ -305,7 +283,7 @@ TEST(Dataset, ReadsFoldersByExtensionAndNamedFilesAlways) {
 }
 
 TEST(Dataset, RefusesWhatCannotBeTrainedOnInOneLine) {
-  const Folder folder;
+  const TemporaryFolder folder;
   DataConfig config;
   EXPECT_NE(error_of(config).find("data.paths is empty"), std::string::npos);
   config.paths = {folder.path("nowhere")};

@@ -95,12 +95,11 @@ double MainGradients::norm(const Context& context, double scale) const {
   return std::sqrt(total) * scale;
 }
 
-std::vector<MainGradients::NamedCounts> MainGradients::read_counters(const Context& context) const {
+std::vector<NamedCounts> MainGradients::read_counters(const Context& context) const {
+  const std::vector<QuantCounts> counts = read_counts(context, counters_);
   std::vector<NamedCounts> counted;
   for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    const auto row = static_cast<std::int64_t>(parameter);
-    const QuantCounts counts = read_counts(context, counters_.slice_rows(row, row + 1));
-    if (counts.any()) counted.push_back({parameters_[parameter].name, counts});
+    if (counts[parameter].any()) counted.push_back({parameters_[parameter].name, counts[parameter]});
   }
   return counted;
 }

@@ -48,10 +48,6 @@ class MainGradients {
   /// counter where the format cannot store NaN and Inf, by its sum where it can. 0 when measuring.
   double norm(const Context&, double scale) const;
 
-  struct NamedCounts {
-    std::string name;
-    QuantCounts counts;
-  };
   /// Parameters that counted anything since zero().
   std::vector<NamedCounts> read_counters(const Context&) const;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace agoq {
 
@@ -20,6 +21,12 @@ struct QuantCounts {
   std::int64_t saturated = 0;
   std::int64_t flushed_blocks = 0;
   bool any() const { return non_finite != 0 || saturated != 0 || flushed_blocks != 0; }
+};
+
+/// What a report says of one counted tensor: "layer 3 gate_up", "layers.3.down".
+struct NamedCounts {
+  std::string name;
+  QuantCounts counts;
 };
 
 }  // namespace agoq

@@ -33,8 +33,10 @@ RowBytes row_bytes(const QuantFormat& format, const BlockGrid& grid) {
     bytes.codes = grid.row_length * traits.bits / 8;
     return bytes;
   }
-  check(format.block > 0 && format.scale != ScaleType::kNone,
-        "the quantised format {} needs a block size and a scale type", format.to_string());
+  // Called for every row that is encoded or decoded: no text is made unless it is needed.
+  if (format.block <= 0 || format.scale == ScaleType::kNone) {
+    fail("the quantised format {} needs a block size and a scale type", format.to_string());
+  }
   const std::int64_t length = grid.segment_length();
   if (traits.bits == 8) {
     bytes.codes = grid.row_length;

@@ -106,16 +106,15 @@ StepReport Trainer::finish_step() {
   for (const double sum : sums) total += sum;
   report.loss = total / static_cast<double>(valid_tokens_);
 
-  for (const auto& [name, counts] : store_.read_counters(context))
-    report.numerics.push_back({name, counts});
+  report.numerics = store_.read_counters(context);
   for (const auto& [name, counts] : gradients_.read_counters(context)) {
     report.numerics.push_back({"gradient of " + name, counts});
   }
-  for (const NumericCounts& numeric : report.numerics) {
+  for (const NamedCounts& numeric : report.numerics) {
     check(numeric.counts.non_finite == 0,
           "step {}: {} values of {} are NaN or infinite; the weights are those of step {}: lower "
           "optimizer.learning_rate or look at the data",
-          report.step, numeric.counts.non_finite, numeric.tensor, step_);
+          report.step, numeric.counts.non_finite, numeric.name, step_);
   }
   check(
       std::isfinite(report.loss),

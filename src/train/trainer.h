@@ -20,18 +20,13 @@
 
 namespace agoq {
 
-struct NumericCounts {
-  std::string tensor;  // "layer 3 gate_up", "gradient of layers.3.down"
-  QuantCounts counts;
-};
-
 struct StepReport {
   std::int64_t step = 0;  // counts from 1
   double loss = 0;        // mean over valid tokens, nats
   double gradient_norm = 0;
   double learning_rate = 0;
   std::int64_t valid_tokens = 0;
-  std::vector<NumericCounts> numerics;  // tensors that counted anything
+  std::vector<NamedCounts> numerics;  // tensors that counted anything
 };
 
 class Trainer {

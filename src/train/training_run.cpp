@@ -100,9 +100,9 @@ std::string metrics_line(const StepReport& report, double seconds, double tokens
   if (!report.numerics.empty()) {
     line += R"(,"numerics":{)";
     bool first = true;
-    for (const NumericCounts& numeric : report.numerics) {
+    for (const NamedCounts& numeric : report.numerics) {
       line += fmt::format(R"({}"{}":{{"saturated":{},"flushed_blocks":{}}})", first ? "" : ",",
-                          numeric.tensor, numeric.counts.saturated, numeric.counts.flushed_blocks);
+                          numeric.name, numeric.counts.saturated, numeric.counts.flushed_blocks);
       first = false;
     }
     line += "}";

@@ -14,8 +14,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/row_codec.h"
+#include "backend/cpu/storage.h"
 #include "core/master_weight.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
@@ -24,9 +24,6 @@ namespace {
 // The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
 // of {.1, .55, 1}.
 constexpr float kSmallestUnsignedLevel = 0.325e-6f;
-
-// Fewer elements are updated sooner by one thread than by waking the others.
-constexpr std::int64_t kParallelElements = 8192;
 
 template <typename T>
 struct Scalars {
@@ -155,7 +152,7 @@ void update(const Context& context, const AdamwTensors& tensors, const AdamwStep
   second_key.micro_batch = first_key.micro_batch + 1;
 
 #pragma omp parallel for schedule(static) \
-    num_threads(threads) if (rows > 1 && rows * width >= kParallelElements)
+    num_threads(threads) if (rows > 1 && rows * width > kSerialElements)
   for (std::int64_t row = 0; row < rows; ++row) {
     T* const own = scratch.as<T>() + omp_get_thread_num() * kRows * width;
     const auto load = [&](const QuantTensor& tensor, T* buffer) {

@@ -13,14 +13,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/row_codec.h"
+#include "backend/cpu/storage.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
-
-// Fewer elements are added sooner by one thread than by waking the others.
-constexpr std::int64_t kParallelElements = 8192;
 
 void check_tokens(std::string_view operation, const Tensor& tokens, std::int64_t vocabulary) {
   const std::int32_t* const token = tokens.as<std::int32_t>();
@@ -94,7 +91,7 @@ void backward(const Context& context, const Tensor& tokens, const Tensor& dout,
   std::int64_t flushed_blocks = 0;
 // Frequent tokens have long sums: rows are handed out as threads come free.
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) \
-    reduction(+ : non_finite, saturated, flushed_blocks) if (dout.count() >= kParallelElements)
+    reduction(+ : non_finite, saturated, flushed_blocks) if (dout.count() > kSerialElements)
   for (std::int64_t p = 0; p < positions.present_count; ++p) {
     const std::int32_t token = positions.present[p];
     T* const sum = scratch.as<T>() + omp_get_thread_num() * 2 * width;
@@ -133,7 +130,7 @@ void CpuBackend::embedding_forward(const Context& context, const Tensor& tokens,
   check_tokens("embedding_forward", tokens, table.rows());
   const std::int32_t* const token = tokens.as<std::int32_t>();
   const auto row_bytes = static_cast<std::size_t>(table.width()) * size_of(table.type);
-#pragma omp parallel for schedule(static) if (out.count() >= kParallelElements)
+#pragma omp parallel for schedule(static) if (out.count() > kSerialElements)
   for (std::int64_t n = 0; n < tokens.count(); ++n) {
     std::memcpy(out.data + static_cast<std::size_t>(n) * row_bytes,
                 table.data + static_cast<std::size_t>(token[n]) * row_bytes, row_bytes);

@@ -10,8 +10,8 @@
 
 #include <algorithm>
 
-#include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/row_codec.h"
+#include "backend/cpu/storage.h"
 #include "core/error.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
@@ -41,12 +41,13 @@ void add_counts(const QuantCounts& counts, const Tensor& counters) {
   total[static_cast<int>(QuantCounter::kFlushedBlocks)] += counts.flushed_blocks;
 }
 
-/// Calls encode(row, counts) for every row and returns the counts of all.
+/// Calls encode(row, counts) for every row of `destination` and returns the counts of all.
 template <typename Encode>
-QuantCounts for_each_row(std::int64_t rows, const Encode& encode) {
+QuantCounts for_each_row(const QuantTensor& destination, const Encode& encode) {
   std::int64_t non_finite = 0, saturated = 0, flushed_blocks = 0;
-#pragma omp parallel for schedule(static) reduction(+ : non_finite, saturated, flushed_blocks)
-  for (std::int64_t row = 0; row < rows; ++row) {
+#pragma omp parallel for schedule(static) reduction( \
+        + : non_finite, saturated, flushed_blocks) if (destination.grid.count() > kSerialElements)
+  for (std::int64_t row = 0; row < destination.rows(); ++row) {
     QuantCounts counts;
     encode(row, counts);
     non_finite += counts.non_finite;
@@ -59,7 +60,7 @@ QuantCounts for_each_row(std::int64_t rows, const Encode& encode) {
 template <typename Source>
 QuantCounts encode_rows(const Tensor& source, const QuantTensor& destination, const RandomKey& key) {
   const Source* in = source.as<Source>();
-  return for_each_row(destination.rows(), [&](std::int64_t row, QuantCounts& counts) {
+  return for_each_row(destination, [&](std::int64_t row, QuantCounts& counts) {
     encode_row(destination, row, in + row * destination.width(), key, counts);
   });
 }
@@ -67,7 +68,7 @@ QuantCounts encode_rows(const Tensor& source, const QuantTensor& destination, co
 template <typename Target>
 void decode_rows(const QuantTensor& source, const Tensor& destination) {
   Target* out = destination.as<Target>();
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (source.grid.count() > kSerialElements)
   for (std::int64_t row = 0; row < source.rows(); ++row) {
     decode_row(source, row, out + row * source.width());
   }
@@ -79,7 +80,7 @@ void decode_rows_through(const QuantTensor& source, const Tensor& destination, f
                          const Narrow& narrow) {
   Target* out = destination.as<Target>();
   const std::int64_t width = source.width();
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (source.grid.count() > kSerialElements)
   for (std::int64_t row = 0; row < source.rows(); ++row) {
     float* decoded = scratch + omp_get_thread_num() * width;
     decode_row(source, row, decoded);
@@ -87,20 +88,16 @@ void decode_rows_through(const QuantTensor& source, const Tensor& destination, f
   }
 }
 
-float widen(float x) { return x; }
-float widen(Bf16 x) { return to_float(x); }
-double widen(double x) { return x; }
-
 template <typename Compute, typename Addend>
 QuantCounts accumulate_rows(const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                             Compute* scratch) {
   const Addend* in = addend.as<Addend>();
   const std::int64_t width = main.width();
-  return for_each_row(main.rows(), [&](std::int64_t row, QuantCounts& counts) {
+  return for_each_row(main, [&](std::int64_t row, QuantCounts& counts) {
     Compute* sum = scratch + omp_get_thread_num() * width;
     decode_row(main, row, sum);
     const Addend* added = in + row * width;
-    for (std::int64_t i = 0; i < width; ++i) sum[i] += static_cast<Compute>(widen(added[i]));
+    for (std::int64_t i = 0; i < width; ++i) sum[i] += static_cast<Compute>(load(added[i]));
     encode_row(main, row, sum, key, counts);
   });
 }

@@ -1,38 +1,30 @@
 // Sums in double precision whose value does not depend on the number of threads or the instruction set.
 //
 //   sum              one running sum in element order
-//   sum_of_squares   per row kLanes running sums, lane l over elements l, l + kLanes, ..., folded in
-//   lane
-//                    order; then the sum of rows in row order
+//   sum_of_squares   per row 8 running sums, lane l over elements l, l + 8, ..., folded in lane order;
+//                    then the sum of rows in row order
 #include <omp.h>
 
-#include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/row_codec.h"
+#include "backend/cpu/storage.h"
 #include "core/error.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
 
-constexpr std::int64_t kLanes = 8;
-
-double widen(float x) { return x; }
-double widen(double x) { return x; }
-double widen(Bf16 x) { return to_float(x); }
-double widen(Fp16 x) { return to_float(x); }
-
 template <typename T>
 double sum_in_order(const T* x, std::int64_t count) {
   double total = 0;
-  for (std::int64_t i = 0; i < count; ++i) total += widen(x[i]);
+  for (std::int64_t i = 0; i < count; ++i) total += load(x[i]);
   return total;
 }
 
 template <typename T>
 double row_sum_of_squares(const T* x, std::int64_t count) {
-  double lanes[kLanes] = {};
-  const std::int64_t whole = count / kLanes * kLanes;
-  for (std::int64_t i = 0; i < whole; i += kLanes) {
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+  double lanes[kLanes<double>] = {};
+  const std::int64_t whole = count / kLanes<double> * kLanes<double>;
+  for (std::int64_t i = 0; i < whole; i += kLanes<double>) {
+    for (std::int64_t lane = 0; lane < kLanes<double>; ++lane) {
       const double value = x[i + lane];
       lanes[lane] += value * value;
     }
@@ -48,7 +40,7 @@ double row_sum_of_squares(const T* x, std::int64_t count) {
 
 template <typename Compute>
 void row_sums_of_squares(const QuantTensor& x, Compute* scratch, double* row_sums) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (x.grid.count() > kSerialElements)
   for (std::int64_t row = 0; row < x.rows(); ++row) {
     Compute* decoded = scratch + omp_get_thread_num() * x.width();
     decode_row(x, row, decoded);

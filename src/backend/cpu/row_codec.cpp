@@ -7,6 +7,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "backend/cpu/storage.h"
 #include "core/error.h"
 #include "quant/codec.h"
 
@@ -25,10 +26,6 @@ constexpr std::int32_t kInfinityBits = 0x7F800000;
 constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 std::int32_t magnitude_bits(float x) { return std::bit_cast<std::int32_t>(x) & kMagnitudeMask; }
-
-float widen(float x) { return x; }
-float widen(double x) { return static_cast<float>(x); }
-float widen(Bf16 x) { return to_float(x); }
 
 /// The planes of one segment of one row.
 struct SegmentPlanes {
@@ -140,6 +137,30 @@ float finite_maximum(const float* x, std::int64_t count, std::int64_t& non_finit
   return std::bit_cast<float>(largest);
 }
 
+/// The largest element of each block, of magnitudes if `mask` is kMagnitudeMask, of positive elements if
+/// it is ~0. False if a bit pattern was that of NaN or Inf: then the maxima are not of finite elements.
+bool block_maxima(const float* x, std::int64_t count, std::int64_t block, std::int32_t mask,
+                  float* maxima) {
+  std::int32_t largest_of_all = 0;
+  for (std::int64_t begin = 0; begin < count; begin += block) {
+    const std::int64_t end = std::min(begin + block, count);
+    std::int32_t lanes[8] = {};
+    std::int64_t i = begin;
+    for (; i + 8 <= end; i += 8) {
+      for (int lane = 0; lane < 8; ++lane) {
+        lanes[lane] = std::max(lanes[lane], std::bit_cast<std::int32_t>(x[i + lane]) & mask);
+      }
+    }
+    std::int32_t largest =
+        std::max(std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3])),
+                 std::max(std::max(lanes[4], lanes[5]), std::max(lanes[6], lanes[7])));
+    for (; i < end; ++i) largest = std::max(largest, std::bit_cast<std::int32_t>(x[i]) & mask);
+    *maxima++ = std::bit_cast<float>(largest);
+    largest_of_all = std::max(largest_of_all, largest);
+  }
+  return largest_of_all < kInfinityBits;
+}
+
 bool contains(const float* x, std::int64_t count, float value) {
   std::int32_t equal = 0;
   for (std::int64_t i = 0; i < count; ++i) equal |= x[i] == value ? 1 : 0;
@@ -209,29 +230,45 @@ void load_scales(ScaleType type, std::int64_t blocks, std::int64_t first_block, 
   }
 }
 
-// --- one block ---
+// --- the elements of one group, each beside the scale of its block ---
 
-template <Code code>
-void encode_block(const float* x, std::int64_t count, float scale, std::uint8_t* out) {
-  const float r = 1.0f / scale;
-  for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<std::uint8_t>(encode<code>(x[i] * r));
+/// out[i] = values[i / block]: loops over elements then need not stop at every block.
+void spread(const float* __restrict values, std::int64_t blocks, std::int64_t block,
+            float* __restrict out) {
+  std::int64_t b = 0;
+  do {  // at least one block, or the compiler takes `out` for uninitialised
+    for (std::int64_t piece = 0; piece < block; piece += kSmallestBlock) {
+      std::fill_n(out + b * block + piece, kSmallestBlock, values[b]);
+    }
+  } while (++b < blocks);
 }
 
 template <Code code>
-void encode_block_stochastic(const float* x, std::int64_t count, float scale,
-                             const std::uint32_t* random, std::uint8_t* out) {
-  encode_block<code>(x, count, scale,
-                     out);  // a loop of its own: it vectorises even where decode does not
-  const float r = 1.0f / scale;
+void encode_elements(const float* __restrict x, const float* __restrict reciprocals, std::int64_t count,
+                     std::uint8_t* __restrict out) {
+  // Two loops: in one, the compiler narrows every comparison inside encode to a byte by itself.
+  std::uint32_t words[kGroup];
+  for (std::int64_t i = 0; i < count; ++i) words[i] = encode<code>(x[i] * reciprocals[i]);
+  for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<std::uint8_t>(words[i]);
+}
+
+template <Code code>
+void encode_elements_stochastic(const float* __restrict x, const float* __restrict reciprocals,
+                                std::int64_t count, const std::uint32_t* __restrict random,
+                                std::uint8_t* __restrict out) {
+  // A loop of its own: it vectorises even where decode does not.
+  encode_elements<code>(x, reciprocals, count, out);
   for (std::int64_t i = 0; i < count; ++i) {
     const float uniform = static_cast<float>(static_cast<std::int32_t>(random[i] >> 8)) * 0x1p-24f;
-    out[i] = static_cast<std::uint8_t>(choose_stochastically<code>(x[i] * r, out[i], uniform));
+    out[i] =
+        static_cast<std::uint8_t>(choose_stochastically<code>(x[i] * reciprocals[i], out[i], uniform));
   }
 }
 
 template <Code code>
-void decode_block(const std::uint8_t* codes, std::int64_t count, float scale, float* out) {
-  for (std::int64_t i = 0; i < count; ++i) out[i] = decode<code>(codes[i]) * scale;
+void decode_elements(const std::uint8_t* __restrict codes, const float* __restrict scales,
+                     std::int64_t count, float* __restrict out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] = decode<code>(codes[i]) * scales[i];
 }
 
 /// What depends on the code alone. All else about a row is the same code for every format.
@@ -240,10 +277,10 @@ struct BlockCodec {
   int bits;
   float maximum;
   std::uint8_t zero;  // the code of 0
-  void (*encode)(const float* x, std::int64_t count, float scale, std::uint8_t* out);
-  void (*encode_stochastic)(const float* x, std::int64_t count, float scale, const std::uint32_t* random,
-                            std::uint8_t* out);
-  void (*decode)(const std::uint8_t* codes, std::int64_t count, float scale, float* out);
+  void (*encode)(const float* x, const float* reciprocals, std::int64_t count, std::uint8_t* out);
+  void (*encode_stochastic)(const float* x, const float* reciprocals, std::int64_t count,
+                            const std::uint32_t* random, std::uint8_t* out);
+  void (*decode)(const std::uint8_t* codes, const float* scales, std::int64_t count, float* out);
 };
 
 template <Code code>
@@ -252,9 +289,9 @@ BlockCodec make_block_codec() {
           code_bits(code),
           kMaximum<code>,
           static_cast<std::uint8_t>(encode<code>(0.0f)),
-          encode_block<code>,
-          encode_block_stochastic<code>,
-          decode_block<code>};
+          encode_elements<code>,
+          encode_elements_stochastic<code>,
+          decode_elements<code>};
 }
 
 /// The visible list of instantiations. Quantised codes only.
@@ -293,18 +330,26 @@ void encode_group(const QuantTensor& tensor, const BlockCodec& codec, const Segm
   const std::int64_t block = tensor.format.block;
   const std::int64_t blocks = ceil_divide(count, block);
   const std::int64_t first_block = group * (kGroup / block);
+  const bool has_sign = codec.code != Code::kDynamic8Unsigned;
   float finite[kGroup];
   float scales[kGroupBlocks];
   float absmax[kGroupBlocks];
   std::uint8_t codes[kGroup];
 
   std::int64_t non_finite = 0;
+  const bool all_finite = block_maxima(x, count, block, kMagnitudeMask, absmax);
+  if (!all_finite) {
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const std::int64_t length = std::min(block, count - b * block);
+      absmax[b] = has_sign ? finite_absmax(x + b * block, length, non_finite)
+                           : finite_maximum(x + b * block, length, non_finite);
+    }
+  } else if (!has_sign) {
+    block_maxima(x, count, block, ~0, absmax);
+  }
   for (std::int64_t b = 0; b < blocks; ++b) {
-    const float* begin = x + b * block;
-    const std::int64_t length = std::min(block, count - b * block);
-    absmax[b] = codec.code == Code::kDynamic8Unsigned ? finite_maximum(begin, length, non_finite)
-                                                      : finite_absmax(begin, length, non_finite);
-    scales[b] = unrounded_scale(codec.code, codec.maximum, begin, length, absmax[b]);
+    scales[b] = unrounded_scale(codec.code, codec.maximum, x + b * block,
+                                std::min(block, count - b * block), absmax[b]);
   }
   store_scales(tensor.format.scale, codec.maximum, blocks, first_block, group, planes, scales);
 
@@ -318,7 +363,7 @@ void encode_group(const QuantTensor& tensor, const BlockCodec& codec, const Segm
       counts.saturated += count_saturated(x + b * block, std::min(block, count - b * block), limit);
     }
   }
-  if (codec.code == Code::kDynamic8Unsigned) counts.saturated += count_negative(x, count);
+  if (!has_sign) counts.saturated += count_negative(x, count);
   if (non_finite > 0) {
     counts.non_finite += non_finite;
     // NaN is stored as zero; Inf is outside every code's range and so becomes the last level.
@@ -331,16 +376,19 @@ void encode_group(const QuantTensor& tensor, const BlockCodec& codec, const Segm
   std::uint32_t words[kGroup + 8];
   const bool stochastic = tensor.format.rounding == Rounding::kStochastic;
   const std::uint32_t* random = stochastic ? draw(key, first_element, count, words) : nullptr;
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    const std::int64_t offset = b * block;
-    const std::int64_t length = std::min(block, count - offset);
-    if (scales[b] == 0.0f) {
-      std::memset(out + offset, codec.zero, static_cast<std::size_t>(length));
-    } else if (stochastic) {
-      codec.encode_stochastic(x + offset, length, scales[b], random + offset, out + offset);
-    } else {
-      codec.encode(x + offset, length, scales[b], out + offset);
-    }
+  float reciprocals[kGroupBlocks];
+  float element_reciprocals[kGroup];
+  for (std::int64_t b = 0; b < blocks; ++b) reciprocals[b] = scales[b] == 0.0f ? 0.0f : 1.0f / scales[b];
+  spread(reciprocals, blocks, block, element_reciprocals);
+  if (stochastic) {
+    codec.encode_stochastic(x, element_reciprocals, count, random, out);
+  } else {
+    codec.encode(x, element_reciprocals, count, out);
+  }
+  for (std::int64_t b = 0; b < blocks; ++b) {  // -0 and Inf times 0 have other codes than 0
+    if (scales[b] != 0.0f) continue;
+    std::memset(out + b * block, codec.zero,
+                static_cast<std::size_t>(std::min(block, count - b * block)));
   }
   if (packed) {
     pack_nibbles(codes, count, planes.codes + group * (kGroup / 2));
@@ -367,14 +415,11 @@ void decode_group(const QuantTensor& tensor, const BlockCodec& codec, const Segm
     }
     codes = unpacked;
   }
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    const std::int64_t offset = b * block;
-    const std::int64_t length = std::min(block, count - offset);
-    if (scales[b] == 0.0f) {
-      std::fill(out + offset, out + offset + length, 0.0f);
-    } else {
-      codec.decode(codes + offset, length, scales[b], out + offset);
-    }
+  float element_scales[kGroup];
+  spread(scales, blocks, block, element_scales);
+  codec.decode(codes, element_scales, count, out);
+  for (std::int64_t b = 0; b < blocks; ++b) {  // +0, whatever the codes
+    if (scales[b] == 0.0f) std::fill_n(out + b * block, std::min(block, count - b * block), 0.0f);
   }
 }
 
@@ -404,7 +449,7 @@ void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in
         if constexpr (std::is_same_v<Source, float>) {
           x = in + column;
         } else {
-          for (std::int64_t i = 0; i < count; ++i) staged[i] = widen(in[column + i]);
+          for (std::int64_t i = 0; i < count; ++i) staged[i] = static_cast<float>(load(in[column + i]));
           x = staged;
         }
         encode_group(tensor, codec, planes, group, x, count, key,
@@ -451,17 +496,17 @@ void encode_exact(const QuantTensor& tensor, std::int64_t row, const Source* in,
     if constexpr (std::is_same_v<Source, double>) {
       finite_in = std::abs(in[i]) <= std::numeric_limits<double>::max();
     } else {
-      finite_in = magnitude_bits(widen(in[i])) < kInfinityBits;
+      finite_in = magnitude_bits(load(in[i])) < kInfinityBits;
     }
     if constexpr (std::is_same_v<Element, double>) {
       if constexpr (std::is_same_v<Source, double>) {
         out[i] = in[i];
       } else {
-        out[i] = widen(in[i]);
+        out[i] = load(in[i]);
       }
       finite_out = finite_in;
     } else {
-      out[i] = narrow<Element>(widen(in[i]));
+      out[i] = narrow<Element>(static_cast<float>(load(in[i])));
       finite_out = magnitude_bits(to_float(out[i])) < kInfinityBits;
     }
     non_finite += finite_in ? 0 : 1;

@@ -25,6 +25,7 @@ using Compute = typename ComputeOf<Storage>::type;
 AGOQ_HD double load(double value) { return value; }
 AGOQ_HD float load(float value) { return value; }
 AGOQ_HD float load(Bf16 value) { return to_float(value); }
+AGOQ_HD float load(Fp16 value) { return to_float(value); }
 
 AGOQ_HD void store(double value, double& place) { place = value; }
 AGOQ_HD void store(float value, float& place) { place = value; }
