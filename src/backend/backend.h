@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -78,6 +79,16 @@ struct AdamwStep {
   std::int64_t step = 1;      // 1 at the first update: bias correction
 };
 
+enum class BackendKind : std::uint8_t { kCpu, kCuda };
+
+/// Bytes of a device's memory.
+struct DeviceMemory {
+  std::string name;       // "NVIDIA H200"; empty on a machine without the device, where a plan is made
+  std::size_t total = 0;  // 0 where there is no device
+  std::size_t free = 0;   // now, after every process's allocations
+  std::size_t overhead = 0;  // measured: what kernels and libraries take during a run beside the arenas
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -85,6 +96,8 @@ class Backend {
   virtual std::string_view name() const = 0;    // "cpu", "cuda"
   virtual std::string description() const = 0;  // one line for `agoq info`
   virtual Allocator& allocator() = 0;
+  /// Of the device whose memory the allocator hands out; nothing where that is the host's.
+  virtual std::optional<DeviceMemory> device_memory() = 0;
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;
@@ -177,6 +190,14 @@ class Backend {
   virtual void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                             const RandomKey& key) = 0;
 
+  // --- initial weights ---
+  /// x[i] = deviation * random_normal(key, i), computed in double precision.  x fp32.
+  virtual void fill_normal(const Context&, const RandomKey& key, double deviation, const Tensor& x) = 0;
+  /// A weight (and its master, as AdamwTensors has it) that starts from the fp32 values `initial`. BF16
+  /// weights are rounded half away from zero under every MasterKind, so that all start from the same.
+  virtual void initialise_weight(const Context&, const Tensor& initial, MasterKind, const Tensor& weight,
+                                 const Tensor& master) = 0;
+
   // --- fused operations; each default body is the specification ---
   /// x += delta (optional); saved = quantised x (optional); y = norm(x); rstd optional.
   virtual void residual_norm_forward(const Context&, NormKind, const Tensor& x, const Tensor& delta,
@@ -218,5 +239,7 @@ Backend& cpu_backend();
 /// The CUDA backend. Opening it needs CUDA's libraries and no GPU; the GPU is looked for when memory is
 /// allocated. Throws Error (kInput) where the build has none or a library is missing.
 Backend& cuda_backend();
+
+Backend& backend_of(BackendKind kind);
 
 }  // namespace agoq

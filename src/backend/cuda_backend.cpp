@@ -56,4 +56,8 @@ Backend& cuda_backend() {
   return backend;
 }
 
+Backend& backend_of(BackendKind kind) {
+  return kind == BackendKind::kCuda ? cuda_backend() : cpu_backend();
+}
+
 }  // namespace agoq

@@ -8,6 +8,7 @@
 
 #include "checkpoint/json_text.h"
 #include "cli/command.h"
+#include "cli/device_option.h"
 #include "cli/table.h"
 #include "train/inference.h"
 #include "train/validation.h"
@@ -18,6 +19,7 @@ namespace {
 struct EvalArguments {
   std::string run;
   std::string data;
+  std::string device;
   bool json = false;
 };
 
@@ -27,8 +29,8 @@ void evaluate(const EvalArguments& arguments) {
   if (!arguments.data.empty()) source.paths = {arguments.data};
   const Dataset data =
       Dataset::load(source, arguments.data.empty() ? DataUse::kTraining : DataUse::kEvaluation);
-  const std::unique_ptr<Inference> inference =
-      Inference::load(arguments.run, cpu_backend(), run.run.micro_batch);
+  const std::unique_ptr<Inference> inference = Inference::load(
+      arguments.run, backend_for_run(arguments.run, arguments.device), run.run.micro_batch);
   HostBatch batch;
   const ValidationResult result = validate(*inference, data, inference->config(), 0, batch);
   const double bits = result.loss / std::numbers::ln2;
@@ -58,6 +60,7 @@ Action declare_eval(Arguments& arguments) {
   arguments.positional("RUN", given->run, "Run directory");
   arguments.option("--data", "PATH", given->data,
                    "A text file or folder, all of it; default: the run's validation documents");
+  arguments.option("--device", "NAME", given->device, kDeviceOptionHelp);
   arguments.flag("--json", given->json, "Print JSON");
   return [given] { evaluate(*given); };
 }

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "cli/command.h"
+#include "cli/device_option.h"
 #include "train/inference.h"
 
 namespace agoq {
@@ -14,6 +15,7 @@ Action declare_generate(Arguments& arguments) {
     std::string run;
     Generation generation;
     std::int64_t seed = 1;
+    std::string device;
   };
   const auto given = std::make_shared<Given>();
   arguments.positional("RUN", given->run, "Run directory");
@@ -22,11 +24,13 @@ Action declare_generate(Arguments& arguments) {
   arguments.option("--temperature", "T", given->generation.temperature,
                    "0: always the most likely token");
   arguments.option("--seed", "N", given->seed, "The same seed gives the same text");
+  arguments.option("--device", "NAME", given->device, kDeviceOptionHelp);
   return [given] {
     check_input(given->generation.tokens >= 0, "--tokens must not be negative; {} was given",
                 given->generation.tokens);
     given->generation.seed = static_cast<std::uint64_t>(given->seed);
-    const std::unique_ptr<Inference> inference = Inference::load(given->run, cpu_backend(), 1);
+    const std::unique_ptr<Inference> inference =
+        Inference::load(given->run, backend_for_run(given->run, given->device), 1);
     fmt::print("{}", given->generation.prompt);
     generate(*inference, given->generation, [](char byte) {
       std::fputc(byte, stdout);

@@ -80,9 +80,13 @@ void print_classes(const RunPlan& plan) {
           {"  of which the loss chunk takes", bytes_text(static_cast<std::int64_t>(plan.loss_chunk))});
     }
   }
-  add("text", plan.data);
-  add("checkpoint being written", plan.checkpoint);
-  add("program and libraries", plan.program);
+  if (plan.device) {
+    add("kernels and libraries", plan.device->overhead);
+  } else {
+    add("text", plan.data);
+    add("checkpoint being written", plan.checkpoint);
+    add("program and libraries", plan.program);
+  }
   table.add_rule();
   add("predicted peak", plan.predicted_peak());
   fmt::print("{}", table.to_string());
@@ -98,7 +102,8 @@ void plan_command(const PlanArguments& arguments) {
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
   const bool found = all_exist(config.data.paths);
   const std::size_t data_bytes = found ? Dataset::load(config.data).bytes() : 0;
-  const RunPlan plan = plan_run(config, cpu_backend(), data_bytes, /*data_loaded=*/false);
+  const RunPlan plan =
+      plan_run(config, backend_of(config.run.device), data_bytes, /*data_loaded=*/false);
   if (arguments.json) {
     fmt::print("{}\n", to_json(plan, config));
     return;

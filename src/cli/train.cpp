@@ -28,7 +28,7 @@ void train(const TrainArguments& arguments) {
   options.show_progress = !arguments.json;
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
-  const RunSummary summary = run_training(config, cpu_backend(), options);
+  const RunSummary summary = run_training(config, backend_of(config.run.device), options);
   if (summary.steps < config.run.steps) return;
   if (arguments.json) {
     fmt::print("{}", to_json(summary));

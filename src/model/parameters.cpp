@@ -64,12 +64,11 @@ std::int64_t parameter_count(const ModelConfig& config) {
   return count;
 }
 
-void initial_values(const ModelConfig& config, const Parameter& parameter, std::size_t index,
-                    std::uint64_t seed, std::int64_t first, std::int64_t last, float* values) {
-  const std::int64_t begin = first * parameter.columns;
-  const std::int64_t count = last * parameter.columns - begin;
+void initial_values(const Context& context, const ModelConfig& config, const Parameter& parameter,
+                    std::size_t index, const Tensor& values) {
   if (parameter.kind == ParameterKind::kNorm) {
-    for (std::int64_t i = 0; i < count; ++i) values[i] = 1.0f;
+    const std::vector<float> ones(static_cast<std::size_t>(parameter.count()), 1.0f);
+    context.backend.upload(context, ones.data(), values.data, values.bytes());
     return;
   }
   double deviation = config.initial_deviation;
@@ -77,13 +76,10 @@ void initial_values(const ModelConfig& config, const Parameter& parameter, std::
     deviation /= std::sqrt(2.0 * static_cast<double>(config.layers));
   }
   RandomKey key;
-  key.seed = seed;
-  key = key.with(RandomPurpose::kInitialWeight, static_cast<std::uint32_t>(index));
-#pragma omp parallel for
-  for (std::int64_t i = 0; i < count; ++i) {
-    values[i] =
-        static_cast<float>(deviation * random_normal(key, static_cast<std::uint64_t>(begin + i)));
-  }
+  key.seed = context.random.seed;
+  context.backend.fill_normal(context,
+                              key.with(RandomPurpose::kInitialWeight, static_cast<std::uint32_t>(index)),
+                              deviation, values);
 }
 
 }  // namespace agoq

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "backend/backend.h"
 #include "gradients/parameter.h"
 #include "model/model_config.h"
 
@@ -37,10 +38,10 @@ ParameterIndex index_parameters(const ModelConfig& config);
 /// Elements of all parameters.
 std::int64_t parameter_count(const ModelConfig& config);
 
-/// Initial values of `parameter`, fp32 [rows * columns], from counter-based random numbers: norms are
-/// one, the rest normal with config.initial_deviation (o and down divided by sqrt(2 layers)). Rows
-/// [first, last) only, so that no more than the caller's buffer exists.
-void initial_values(const ModelConfig& config, const Parameter& parameter, std::size_t index,
-                    std::uint64_t seed, std::int64_t first, std::int64_t last, float* values);
+/// Writes the initial values of parameter `index` into `values`, fp32 [rows, columns]: norms are one,
+/// the rest normal with config.initial_deviation (o and down divided by sqrt(2 layers)), from
+/// counter-based random numbers of the context's seed.
+void initial_values(const Context& context, const ModelConfig& config, const Parameter& parameter,
+                    std::size_t index, const Tensor& values);
 
 }  // namespace agoq

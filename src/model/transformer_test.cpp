@@ -35,25 +35,24 @@ struct Fixture {
 
   Fixture(const ModelConfig& model_config, const ActivationConfig& activations,
           const QuantFormat& gradient_format, std::int64_t positions = kSequence)
-      : context{cpu_backend(), {}, workspace, {}},
+      : context{cpu_backend(), {}, workspace, {.seed = 3}},
         model(context, model_config, memory, memory, positions),
         gradients(memory, model.parameters(), {gradient_format}, model_config.dtype),
         store(memory, transformer_saves(model_config),
               make_bit_plan(transformer_saves(model_config), activations), kTokens, 1),
         forward_only(memory, transformer_saves(model_config),
                      make_forward_only_plan(transformer_saves(model_config)), kTokens, 1) {
-    std::vector<float> values;
     for (std::size_t p = 0; p < model.parameters().size(); ++p) {
       const Parameter& parameter = model.parameters()[p];
-      values.resize(static_cast<std::size_t>(parameter.count()));
-      initial_values(model_config, parameter, p, 3, 0, parameter.rows, values.data());
+      std::vector<float> values(static_cast<std::size_t>(parameter.count()));
+      const Tensor source{reinterpret_cast<std::byte*>(values.data()), ElementType::kFp32,
+                          Shape{parameter.rows, parameter.columns}};
+      initial_values(context, model_config, parameter, p, source);
       // Norm weights away from one, so that their part in each formula shows.
       if (parameter.kind == ParameterKind::kNorm) {
         for (std::size_t i = 0; i < values.size(); ++i)
           values[i] = 1.0f + 0.3f * std::sin(static_cast<float>(i));
       }
-      const Tensor source{reinterpret_cast<std::byte*>(values.data()), ElementType::kFp32,
-                          model.weights()[p].shape};
       context.backend.copy(context, source, model.weights()[p]);
     }
     const std::int32_t starts[] = {0, 3, kSequence, kSequence + 5, kTokens};

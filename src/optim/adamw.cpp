@@ -1,10 +1,6 @@
 // The optimizer's state and the step over all parameters; the arithmetic is Backend::adamw_update.
 #include "optim/adamw.h"
 
-#include <algorithm>
-
-#include "core/master_weight.h"
-
 namespace agoq {
 namespace {
 
@@ -14,9 +10,6 @@ constexpr QuantFormat kSecondMomentFormat{Code::kDynamic8Unsigned, 256, ScaleTyp
 
 // A scaled gradient above this would square to an FP32 second moment of Inf.
 constexpr double kLargestNorm = 1e19;
-
-// Elements converted at once when weights are initialised.
-constexpr std::int64_t kInitialChunk = 1 << 14;
 
 void check_config(const OptimizerConfig& config) {
   check_input(0 <= config.beta1 && config.beta1 < 1 && 0 <= config.beta2 && config.beta2 < 1,
@@ -29,37 +22,6 @@ void check_config(const OptimizerConfig& config) {
               config.weight_decay);
   check_input(config.clip_norm >= 0, "optimizer.clip_norm is above 0, or 0 for no clipping; it is {}",
               config.clip_norm);
-}
-
-// Host bytes of a chunk of `initial` as weight and, if there is one, master.
-struct InitialBytes {
-  std::vector<std::byte> weight;
-  std::vector<std::byte> master;
-};
-
-template <typename T>
-void append(std::vector<std::byte>& bytes, T value) {
-  const auto* const begin = reinterpret_cast<const std::byte*>(&value);
-  bytes.insert(bytes.end(), begin, begin + sizeof(T));
-}
-
-// BF16 weights are rounded half away from zero under every MasterKind, so that all start from the same.
-void convert(const std::vector<float>& initial, ElementType weight_type, MasterKind kind,
-             InitialBytes& bytes) {
-  bytes.weight.clear();
-  bytes.master.clear();
-  for (const float value : initial) {
-    if (weight_type == ElementType::kFp64) {
-      append(bytes.weight, static_cast<double>(value));
-    } else if (weight_type == ElementType::kFp32) {
-      append(bytes.weight, value);
-    } else {
-      const SplitMaster split = split_master(value);
-      append(bytes.weight, split.weight);
-      if (kind == MasterKind::kFp32) append(bytes.master, value);
-      if (kind == MasterKind::kRemainder) append(bytes.master, split.remainder);
-    }
-  }
 }
 
 }  // namespace
@@ -102,25 +64,7 @@ void AdamW::initialise(const Context& context, std::size_t parameter, const Tens
         weight.shape.to_string());
   zero_planes(context, first_[parameter]);
   zero_planes(context, second_[parameter]);
-  if (context.workspace.is_measuring()) return;
-
-  // Once per run and not inside a step, so on the host; in chunks, to leave the planned peak alone.
-  const Tensor& master = masters_[parameter];
-  InitialBytes bytes;
-  std::vector<float> chunk;
-  for (std::int64_t begin = 0; begin < initial.count(); begin += kInitialChunk) {
-    const auto offset = static_cast<std::size_t>(begin);
-    chunk.resize(static_cast<std::size_t>(std::min(kInitialChunk, initial.count() - begin)));
-    context.backend.read(context, initial.data + offset * sizeof(float), chunk.data(),
-                         chunk.size() * sizeof(float));
-    convert(chunk, weight.type, master_kind_, bytes);
-    context.backend.upload(context, bytes.weight.data(), weight.data + offset * size_of(weight.type),
-                           bytes.weight.size());
-    if (master) {
-      context.backend.upload(context, bytes.master.data(), master.data + offset * size_of(master.type),
-                             bytes.master.size());
-    }
-  }
+  context.backend.initialise_weight(context, initial, master_kind_, weight, masters_[parameter]);
 }
 
 double AdamW::update(const Context& context, const std::vector<Tensor>& weights,

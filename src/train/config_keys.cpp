@@ -374,6 +374,10 @@ std::vector<ConfigKey> make_keys() {
       text(
           "run", "directory", [](C& c) -> auto& { return c.run.directory; },
           "where the run writes, relative to the working directory"),
+      choice<BackendKind>(
+          "run", "device", [](C& c) -> auto& { return c.run.device; },
+          {{"cpu", BackendKind::kCpu}, {"cuda", BackendKind::kCuda}},
+          "what computes: the CPU or an NVIDIA GPU"),
       integer<std::uint64_t>(
           "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
           "of weights, data order and stochastic rounding"),

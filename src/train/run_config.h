@@ -29,6 +29,7 @@ struct CheckpointConfig {
 
 struct RunSettings {
   std::string directory = "runs/run";
+  BackendKind device = BackendKind::kCpu;
   std::uint64_t seed = 1;
   std::int64_t threads = 0;  // 0: one per processor
   std::int64_t log_every = 1;

@@ -31,10 +31,43 @@ bool same_layer(const LayerPlan& a, const LayerPlan& b) {
 
 }  // namespace
 
-std::size_t RunPlan::predicted_peak() const {
-  std::size_t bytes = data + checkpoint + program;
+std::size_t RunPlan::arena_bytes() const {
+  std::size_t bytes = 0;
   for (const std::size_t of_class : classes) bytes += of_class;
   return bytes;
+}
+
+std::size_t RunPlan::predicted_peak() const {
+  return arena_bytes() + (device ? device->overhead : data + checkpoint + program);
+}
+
+std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
+                                                     std::size_t bytes) {
+  const auto fits = [&](std::int64_t layers) {
+    RunConfig changed = config;
+    changed.activations.recompute_layers = layers;
+    return plan_run(changed, backend, 0, false).predicted_peak() <= bytes;
+  };
+  std::int64_t too_few = -1, enough = config.model.layers;
+  if (!fits(enough)) return std::nullopt;
+  while (enough - too_few > 1) {
+    const std::int64_t middle = (too_few + enough) / 2;
+    (fits(middle) ? enough : too_few) = middle;
+  }
+  return enough;
+}
+
+void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend) {
+  if (!plan.device || plan.device->total == 0 || plan.predicted_peak() <= plan.device->free) return;
+  const std::optional<std::int64_t> layers =
+      fewest_recomputed_layers(config, backend, plan.device->free);
+  fail_input("the run would take {} bytes of {}, where {} of {} are free: {}", plan.predicted_peak(),
+             plan.device->name, plan.device->free, plan.device->total,
+             layers
+                 ? fmt::format("set activations.recompute_layers = {} or a smaller train.micro_batch or "
+                               "train.sequence",
+                               *layers)
+                 : "lower train.micro_batch, train.sequence or model.layers");
 }
 
 RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded) {
@@ -61,6 +94,8 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
   plan.classes = arenas.high_water();
   plan.loss_chunk = trainer.loss_workspace();
 
+  plan.device = backend.device_memory();
+  if (plan.device) return plan;
   multiply_once(backend, config.model.dtype);
   plan.program = kUncountedProgramBytes;
   if (memory_probe_available()) {
@@ -110,6 +145,11 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
   bytes["data"] = plan.data;
   bytes["checkpoint"] = plan.checkpoint;
   bytes["program"] = plan.program;
+  if (plan.device) {
+    json["device"]["name"] = plan.device->name;
+    json["device"]["total_bytes"] = plan.device->total;
+    json["device"]["overhead_bytes"] = plan.device->overhead;
+  }
   json["peak_bytes_predicted"] = plan.predicted_peak();
   for (int r = 0; r < kSlotRoles; ++r) {
     const auto role = static_cast<SlotRole>(r);

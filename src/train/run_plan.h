@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,22 @@ struct RunPlan {
   std::size_t data = 0;        // the text, in host memory
   std::size_t checkpoint = 0;  // host memory through which a checkpoint is written
   std::size_t program = 0;     // the program and its libraries, counted when the plan was made
+  /// The device that the arenas lie in; nothing where that is host memory.
+  std::optional<DeviceMemory> device;
+  /// Of the memory that the arenas lie in: on a device the host's share does not count.
   std::size_t predicted_peak() const;
+  /// Sum over the arenas.
+  std::size_t arena_bytes() const;
 };
+
+/// Throws Error (kInput) naming a setting that helps when the plan does not fit the free memory of the
+/// device that it is for.
+void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend);
+
+/// The fewest layers to recompute (activations.recompute_layers) with which the predicted peak is at
+/// most `bytes`; nothing when all of them are not enough.
+std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
+                                                     std::size_t bytes);
 
 /// data_bytes: Dataset::bytes(), or 0 if the data are not at hand; data_loaded: whether they are in
 /// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its

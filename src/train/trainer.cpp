@@ -48,22 +48,11 @@ Context Trainer::context() {
 
 void Trainer::initialise() {
   const Context context = this->context();
-  // Rows at a time on the host, so that no second copy of a parameter exists there.
-  constexpr std::int64_t kPieceElements = 16384;
-  std::vector<float> piece;
   for (std::size_t p = 0; p < model_.parameters().size(); ++p) {
     const Parameter& parameter = model_.parameters()[p];
     const Arena::Scope scope(workspace_);
     const Tensor initial = workspace_.take(ElementType::kFp32, Shape{parameter.rows, parameter.columns});
-    const std::int64_t rows_at_once = std::max<std::int64_t>(1, kPieceElements / parameter.columns);
-    for (std::int64_t first = 0; first < parameter.rows && !workspace_.is_measuring();
-         first += rows_at_once) {
-      const std::int64_t last = std::min(first + rows_at_once, parameter.rows);
-      piece.resize(static_cast<std::size_t>((last - first) * parameter.columns));
-      initial_values(config_.model, parameter, p, config_.run.seed, first, last, piece.data());
-      const Tensor rows = initial.slice_rows(first, last);
-      backend_.upload(context, piece.data(), rows.data, rows.bytes());
-    }
+    initial_values(context, config_.model, parameter, p, initial);
     optimizer_.initialise(context, p, initial, model_.weights()[p]);
   }
 }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <vector>
 
 #include "checkpoint/durable_file.h"
@@ -72,6 +73,22 @@ class Speed {
  private:
   std::vector<double> seconds_;
   std::vector<double> sorted_;
+};
+
+/// The highest use of the memory that the arenas lie in: the host's by the counting hooks, a device's by
+/// the fall of its free memory since the run began.
+class PeakMemory {
+ public:
+  explicit PeakMemory(Backend& backend) : backend_(backend), at_start_(backend.device_memory()) {}
+  std::int64_t bytes() const {
+    if (!at_start_) return memory_use().peak;
+    return static_cast<std::int64_t>(at_start_->free) -
+           static_cast<std::int64_t>(backend_.device_memory()->free);
+  }
+
+ private:
+  Backend& backend_;
+  std::optional<DeviceMemory> at_start_;
 };
 
 std::string metrics_line(const StepReport& report, double seconds, double tokens_per_second) {
@@ -145,6 +162,7 @@ RunSummary read_summary(const std::string& directory) {
 }
 
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
   const Dataset data = Dataset::load(config.data);
   check_input(config.model.vocabulary >= kByteVocabulary,
@@ -153,6 +171,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   // Before the arenas exist: its table of byte pairs must not add to the peak.
   const double order1_byte_loss = data.order1_loss();
   const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
+  check_fits(plan, config, backend);
   const RunDirectory directory(config.run.directory, options.start);
   directory.write("config.toml", to_toml(config));
   directory.write("plan.json", to_json(plan, config));
@@ -230,7 +249,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   summary.master_bytes = trainer.optimizer().master_bytes();
   summary.weight_bytes = plan.classes[static_cast<std::size_t>(MemoryClass::kWeights)];
   summary.peak_bytes_predicted = plan.predicted_peak();
-  summary.peak_bytes_measured = memory_use().peak;
+  summary.peak_bytes_measured = peak_memory.bytes();
   summary.resident_bytes_grown = resident_memory().peak - resident_at_start;
   if (speed.median_step() > 0) {
     summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / speed.median_step();

@@ -27,7 +27,9 @@ struct RunSummary {
   std::size_t master_bytes = 0;
   std::size_t weight_bytes = 0;
   std::size_t peak_bytes_predicted = 0;
-  std::int64_t peak_bytes_measured = 0;   // counted outside the arenas; 0 if this build cannot
+  /// Of the memory that the arenas lie in: host memory is counted outside them (0 if this build cannot),
+  /// a GPU's is the fall of its free memory during the run.
+  std::int64_t peak_bytes_measured = 0;
   std::int64_t resident_bytes_grown = 0;  // VmHWM at the end minus VmRSS at the start
   double tokens_per_second = 0;           // median over steps
 };

@@ -17,6 +17,7 @@ class CpuBackend : public Backend {
   std::string_view name() const override { return "cpu"; }
   std::string description() const override;
   Allocator& allocator() override { return host_allocator(); }
+  std::optional<DeviceMemory> device_memory() override { return std::nullopt; }
 
   // movement.cpp
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
@@ -77,6 +78,11 @@ class CpuBackend : public Backend {
   // adamw.cpp
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
+
+  // initialise.cpp
+  void fill_normal(const Context&, const RandomKey& key, double deviation, const Tensor& x) override;
+  void initialise_weight(const Context&, const Tensor& initial, MasterKind, const Tensor& weight,
+                         const Tensor& master) override;
 };
 
 /// The backend of this build of the folder.

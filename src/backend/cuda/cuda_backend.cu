@@ -9,6 +9,10 @@ namespace {
 
 constexpr int kOldestCapability = 80;
 
+// What the free memory of an H200 falls by during a run beside the arenas: kernels that are loaded at
+// their first launch, cuBLASLt's and cuDNN's own memory (CUDA 13.0, cuDNN 9.19).
+constexpr std::size_t kOverheadBytes = std::size_t{256} << 20;
+
 Device look_for_device() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
@@ -73,6 +77,19 @@ const Device& device() {
 Allocator& CudaBackend::allocator() {
   static DeviceAllocator allocator;
   return allocator;
+}
+
+std::optional<DeviceMemory> CudaBackend::device_memory() {
+  DeviceMemory memory;
+  memory.overhead = kOverheadBytes;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    return memory;
+  }
+  memory.name = device().name;
+  expect_success(cudaMemGetInfo(&memory.free, &memory.total), "asking for the free memory");
+  return memory;
 }
 
 std::string CudaBackend::description() const {

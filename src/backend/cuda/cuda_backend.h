@@ -25,6 +25,7 @@ class CudaBackend : public Backend {
   std::string_view name() const override { return "cuda"; }
   std::string description() const override;
   Allocator& allocator() override;
+  std::optional<DeviceMemory> device_memory() override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
@@ -85,6 +86,11 @@ class CudaBackend : public Backend {
   // adamw.cu
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
+
+  // initialise.cu
+  void fill_normal(const Context&, const RandomKey& key, double deviation, const Tensor& x) override;
+  void initialise_weight(const Context&, const Tensor& initial, MasterKind, const Tensor& weight,
+                         const Tensor& master) override;
 
   // fused kernels
   void residual_norm_forward(const Context&, NormKind, const Tensor& x, const Tensor& delta,

@@ -1,0 +1,15 @@
+#include "cli/device_option.h"
+
+#include "train/run_directory.h"
+
+namespace agoq {
+
+Backend& backend_for_run(const std::string& directory, const std::string& device) {
+  if (device.empty()) {
+    return backend_of(RunDirectory(directory, RunStart::kResume).config().run.device);
+  }
+  check_input(device == "cpu" || device == "cuda", "--device is cpu or cuda; '{}' was given", device);
+  return backend_of(device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu);
+}
+
+}  // namespace agoq

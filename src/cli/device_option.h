@@ -1,0 +1,16 @@
+// The option --device of commands that work on a finished run.
+#pragma once
+
+#include <string>
+
+#include "backend/backend.h"
+
+namespace agoq {
+
+inline constexpr const char* kDeviceOptionHelp = "cpu or cuda; default: where the run was trained";
+
+/// The backend that `device` names; where it is empty, the one that the run in `directory` was trained
+/// with. Throws Error (kInput) for other names.
+Backend& backend_for_run(const std::string& directory, const std::string& device);
+
+}  // namespace agoq
