@@ -2,16 +2,17 @@
 //   loss_c = w_c (L_c - logits_c[target_c]),   L_c = m + log sum exp(logits_c - m),  m = max logits_c
 //   dlogits_c[v] = w_c (exp(logits_c[v] - L_c) - [v = target_c]); dlogits may lie over logits.
 //
-// A row belongs to one thread block. The first pass finds the maximum and the sum together: a thread keeps
-// its largest logit so far and the sum of exp relative to it, and scales the sum when the maximum grows.
-// The second pass, for the gradient, needs the logits again: the block keeps as many from the start of the
-// row as fit into shared memory, and reads the others from the end backwards, so that those it read
-// last, which the L2 cache still has, come first. A row of weight 0 is not read. A target outside the
-// vocabulary makes the row's loss NaN and its gradient zero: the host cannot see it without waiting.
+// A row belongs to one thread block. The first pass finds the maximum and the sum together: a thread
+// keeps its largest logit so far and the sum of exp relative to it, and scales the sum when the maximum
+// grows. The second pass, for the gradient, needs the logits again: the block keeps as many from the
+// start of the row as fit into shared memory, and reads the others from the end backwards, so that those
+// it read last, which the L2 cache still has, come first. A row of weight 0 is not read. A target
+// outside the vocabulary makes the row's loss NaN and its gradient zero: the host cannot see it without
+// waiting.
 //
 // exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L,
-// taken first: the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the maximum
-// and imprecise does not count. Sums are in an order that the launch fixes.
+// taken first: the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the
+// maximum and imprecise does not count. Sums are in an order that the launch fixes.
 #include <algorithm>
 
 #include "backend/cuda/cuda_backend.h"
@@ -165,18 +166,18 @@ void launch(const Context& context, const Tensor& logits, const Tensor& targets,
                    "cross_entropy");
     cudaFuncAttributes attributes;
     expect_success(cudaFuncGetAttributes(&attributes, cross_entropy_kernel<Gradient>), "cross_entropy");
-    const int room = (most - static_cast<int>(attributes.sharedSizeBytes)) / static_cast<int>(sizeof(float));
+    const int room =
+        (most - static_cast<int>(attributes.sharedSizeBytes)) / static_cast<int>(sizeof(float));
     held = std::min(width, room);
-    expect_success(cudaFuncSetAttribute(cross_entropy_kernel<Gradient>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        room * static_cast<int>(sizeof(float))),
-                   "cross_entropy");
+    expect_success(
+        cudaFuncSetAttribute(cross_entropy_kernel<Gradient>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             room * static_cast<int>(sizeof(float))),
+        "cross_entropy");
   }
-  cross_entropy_kernel<Gradient>
-      <<<static_cast<unsigned>(logits.rows()), threads, held * sizeof(float),
-         stream_of(context.stream)>>>(logits.as<float>(), targets.as<std::int32_t>(),
-                                      weights.as<float>(), token_loss.as<float>(),
-                                      dlogits ? dlogits.as<Gradient>() : nullptr, width, held);
+  cross_entropy_kernel<Gradient><<<static_cast<unsigned>(logits.rows()), threads, held * sizeof(float),
+                                   stream_of(context.stream)>>>(
+      logits.as<float>(), targets.as<std::int32_t>(), weights.as<float>(), token_loss.as<float>(),
+      dlogits ? dlogits.as<Gradient>() : nullptr, width, held);
   expect_launched("cross_entropy");
 }
 
@@ -191,8 +192,8 @@ void CudaBackend::cross_entropy(const Context& context, const Tensor& logits, co
   expect("cross_entropy", "weights", weights, ElementType::kFp32, rows);
   expect("cross_entropy", "token_loss", token_loss, logits.type, rows);
   if (dlogits) expect("cross_entropy", "dlogits", dlogits, dlogits.type, rows, width);
-  check(width < (std::int64_t{1} << 30), "cross_entropy: a vocabulary of {} is larger than kernels count",
-        width);
+  check(width < (std::int64_t{1} << 30),
+        "cross_entropy: a vocabulary of {} is larger than kernels count", width);
   if (context.workspace.is_measuring() || logits.count() == 0) return;
   for_storage("cross_entropy", dlogits ? dlogits.type : ElementType::kFp32, [&]<typename Gradient>() {
     launch<Gradient>(context, logits, targets, weights, token_loss, dlogits);

@@ -3,9 +3,44 @@
 // the registers in BF16.
 #pragma once
 
+#include <type_traits>
+
 #include "backend/cuda/group_codec.cuh"
 
 namespace agoq::cuda {
+
+/// Kernels that fuse arithmetic with the codec exist for the formats of activations and, in FP32, for
+/// the default one; every other combination takes the plain composition. Calls run.operator()<code>()
+/// for the path of `view` (group_codec.cuh) and says whether there is one.
+template <typename Storage, typename Run>
+bool for_fused_path(const QuantView& view, Run run) {
+  if constexpr (std::is_same_v<Storage, Bf16>) {
+    switch (view.path) {
+      case Code::kBf16: return run.template operator()<Code::kBf16>(), true;
+      case Code::kNf4: return run.template operator()<Code::kNf4>(), true;
+      case Code::kE2m1: return run.template operator()<Code::kE2m1>(), true;
+      case Code::kBnbFp4: return run.template operator()<Code::kBnbFp4>(), true;
+      case Code::kInt8: return run.template operator()<Code::kInt8>(), true;
+      default: return false;
+    }
+  } else {
+    switch (view.path) {
+      case Code::kFp32: return run.template operator()<Code::kFp32>(), true;
+      case Code::kNf4: return run.template operator()<Code::kNf4>(), true;
+      default: return false;
+    }
+  }
+}
+struct DoNothing {
+  template <Code code>
+  void operator()() const {}
+};
+inline bool has_fused_path(std::string_view operation, ElementType type, const QuantView& view) {
+  bool has = false;
+  for_storage(operation, type,
+              [&]<typename Storage>() { has = for_fused_path<Storage>(view, DoNothing()); });
+  return has;
+}
 
 /// Eight elements as they lie in memory.
 template <typename Storage>
@@ -65,8 +100,7 @@ __device__ __forceinline__ void pack(const float (&from)[kVector], PackedVector<
   for (int i = 0; i < kVector; ++i) to.elements[i] = from[i];
 }
 __device__ __forceinline__ void store_packed(const PackedVector<Bf16>& from, Bf16* to) {
-  *reinterpret_cast<uint4*>(to) =
-      make_uint4(from.words[0], from.words[1], from.words[2], from.words[3]);
+  *reinterpret_cast<uint4*>(to) = make_uint4(from.words[0], from.words[1], from.words[2], from.words[3]);
 }
 __device__ __forceinline__ void store_packed(const PackedVector<float>& from, float* to) {
   store_vector(from.elements, to);
@@ -108,8 +142,8 @@ __device__ __forceinline__ void load_packed_group(const Group& group, const Stor
 
 /// Vector `chunk` of the lane's elements of row `row`; zeros behind the group's end.
 template <typename Storage>
-__device__ __forceinline__ void load_part(const Group& group, const Storage* row, bool aligned, int chunk,
-                                          float (&to)[kVector]) {
+__device__ __forceinline__ void load_part(const Group& group, const Storage* row, bool aligned,
+                                          int chunk, float (&to)[kVector]) {
   const int count = vector_count(group, chunk);
   const Storage* const from = row + group.column + vector_begin(chunk);
   if (aligned && count == kVector) {

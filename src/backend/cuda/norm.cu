@@ -8,11 +8,11 @@
 // Ownership. A row belongs to a *team* of warps of one thread block, one warp per group of up to 1,024
 // elements (group_codec.cuh), which holds its elements in registers from the first load to the last
 // store: each byte crosses the memory bus once. A block has as many teams as fit into eight warps, so
-// that narrow rows fill the GPU too. Rows of more than kMaxGroups groups take kernels of their own, which
-// read a row again where they need it.
+// that narrow rows fill the GPU too. Rows of more than kMaxGroups groups take kernels of their own,
+// which read a row again where they need it.
 //
-// dw. A block takes every gridDim-th set of rows and adds up their dw in registers, its teams in order, then
-// writes one row of partial sums to the workspace; a second kernel adds the partial rows in a fixed
+// dw. A block takes every gridDim-th set of rows and adds up their dw in registers, its teams in order,
+// then writes one row of partial sums to the workspace; a second kernel adds the partial rows in a fixed
 // order. So results are the same in every run; they depend on the number of multiprocessors.
 //
 // Kernels that read a packed x use what it decodes to, in FP32; the plain composition rounds that to the
@@ -104,6 +104,17 @@ __device__ __forceinline__ void centre(const Group& group, float mean, GroupValu
   }
 }
 
+/// Brings the lane's elements of a row nearer: they are wanted after the row's sums, and registers are
+/// few.
+template <typename Storage>
+__device__ __forceinline__ void prefetch_group(const Group& group, const Storage* row) {
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (vector_count(group, chunk) == 0) continue;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + group.column + vector_begin(chunk)));
+  }
+}
+
 enum class Input {
   kTensor,  // x, to which delta is added where it is given
   kSave,    // the same, and the sum is quantised
@@ -111,8 +122,9 @@ enum class Input {
 };
 
 /// y = norm(input). delta and rstd may be null; weight is null for LayerNorm.
-template <typename Storage, Input kInput>
-__global__ void __launch_bounds__(kThreads, kInput == Input::kSave ? 2 : 3)
+/// code: the path of the packed tensor (group_codec.cuh); of no account for Input::kTensor.
+template <typename Storage, Input kInput, Code code>
+__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 3 : 2)
     forward_kernel(NormRows shape, QuantView view, Storage* x, const Storage* delta,
                    const Storage* weight, Storage* y, float* rstd, bool aligned, RandomWords key,
                    std::int64_t* counters) {
@@ -126,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kInput == Input::kSave ? 2 : 3)
 
   GroupValues values;
   if constexpr (kInput == Input::kSaved) {
-    decode_group(view, group, values);
+    decode_group<code>(view, group, values);
   } else {
     PackedGroup<Storage> packed;
     load_packed_group(group, x + offset, aligned, packed);
@@ -152,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kInput == Input::kSave ? 2 : 3)
   }
   if constexpr (kInput == Input::kSave) {
     LaneCounts counts;
-    if (active) encode_group(view, group, values, key, counts);
+    if (active) encode_group<code>(view, group, values, key, counts);
     counts.add_to(counters);
   }
 
@@ -186,14 +198,14 @@ __global__ void __launch_bounds__(kThreads, kInput == Input::kSave ? 2 : 3)
   }
 }
 
-/// dx of the rows of x, packed or not, and a row of partial sums of dw per block. rstd may be null; weight
-/// and partials are null for LayerNorm.
-template <typename Storage>
+/// dx of the rows of x, packed or not, and a row of partial sums of dw per block. rstd may be null;
+/// weight and partials are null for LayerNorm.
+template <typename Storage, Code code>
 __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBlocksPerMultiprocessor : 1)
     backward_kernel(NormRows shape, QuantView view, const Storage* dy, const Storage* weight,
                     const float* rstd, Storage* dx, bool aligned, float* partials) {
-  // Two sets, used in turn: a warp that is a row ahead writes to the other one, and the barrier of that row
-  // keeps it from going further.
+  // Two sets, used in turn: a warp that is a row ahead writes to the other one, and the barrier of that
+  // row keeps it from going further.
   __shared__ float slots[2][4][kMaxGroups];
   __shared__ __align__(16) float columns[kMaxGroups][kSuperBlock];
   const Place place = place_of_warp(shape);
@@ -209,11 +221,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
     if (!active) group.count = 0;
     const std::int64_t offset = group.row * shape.width;
 
-    PackedGroup<Storage> dy_packed, dx_packed;
+    PackedGroup<Storage> dy_packed;
     load_packed_group(group, dy + offset, aligned, dy_packed);
-    load_packed_group(group, dx + offset, aligned, dx_packed);
+    prefetch_group(group, dx + offset);
     GroupValues values;
-    decode_group(view, group, values);
+    decode_group<code>(view, group, values);
     if (shape.layer_norm) {
       leave(sum_of(values), slots[turn][3]);
       __syncthreads();
@@ -243,9 +255,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
     __syncthreads();
     float r = 0.0f;
     if (active) {
-      r = rstd != nullptr
-              ? rstd[row]
-              : 1.0f / sqrtf(collect(shape, place, slots[turn][0]) / width + shape.epsilon);
+      r = rstd != nullptr ? rstd[row]
+                          : 1.0f / sqrtf(collect(shape, place, slots[turn][0]) / width + shape.epsilon);
     }
     const float mean_product = r * collect(shape, place, slots[turn][1]) / width;
     const float mean = shape.layer_norm ? collect(shape, place, slots[turn][2]) / width : 0.0f;
@@ -253,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float g[kVector], out[kVector];
       widen(dy_packed[chunk], g);
-      widen(dx_packed[chunk], out);
+      load_part(group, dx + offset, aligned, chunk, out);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         values[chunk][i] *= r;  // the normalised row
@@ -292,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
   }
 }
 
-/// dweight += the sum of the partial rows. A block takes 32 columns; warp w adds rows w, w + 16, ..., then
-/// the first warp adds the warps' sums in order.
+/// dweight += the sum of the partial rows. A block takes 32 columns; warp w adds rows w, w + 16, ...,
+/// then the first warp adds the warps' sums in order.
 __global__ void __launch_bounds__(kSumThreads)
     sum_partials_kernel(const float* partials, std::int64_t count, std::int64_t width, float* dweight) {
   constexpr int kWarps = kSumThreads / kWarp;
@@ -417,11 +428,11 @@ bool all_aligned(std::int64_t piece, std::initializer_list<const Tensor*> tensor
   });
 }
 
-template <typename Storage, Input kInput>
+template <typename Storage, Input kInput, Code code>
 void launch_forward(const Context& context, const NormRows& shape, const QuantView& view,
                     const Tensor& x, const Tensor& delta, const Tensor& weight, const Tensor& y,
                     const Tensor& rstd, const RandomKey& key, const Tensor& counters) {
-  forward_kernel<Storage, kInput>
+  forward_kernel<Storage, kInput, code>
       <<<static_cast<unsigned>(shape.sets()), shape.threads(), 0, stream_of(context.stream)>>>(
           shape, view, data_of<Storage>(x), data_of<Storage>(delta), data_of<Storage>(weight),
           y.as<Storage>(), data_of<float>(rstd),
@@ -441,7 +452,8 @@ Tensor take_partials(const Context& context, NormKind kind, std::int64_t rows, s
   return context.workspace.take(ElementType::kFp32, Shape{std::min(rows, kMaxPartials), width});
 }
 
-void sum_partials(const Context& context, const Tensor& partials, unsigned count, const Tensor& dweight) {
+void sum_partials(const Context& context, const Tensor& partials, unsigned count,
+                  const Tensor& dweight) {
   if (!partials) return;
   const std::int64_t width = dweight.count();
   sum_partials_kernel<<<static_cast<unsigned>((width + kWarp - 1) / kWarp), kSumThreads, 0,
@@ -455,9 +467,12 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
                      const Tensor& dweight, const Tensor& partials) {
   const unsigned blocks = backward_blocks(shape.sets());
   for_storage("norm_backward", dy.type, [&]<typename Storage>() {
-    backward_kernel<Storage><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
-        shape, view, dy.as<Storage>(), data_of<Storage>(weight), data_of<float>(rstd), dx.as<Storage>(),
-        all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx}), data_of<float>(partials));
+    for_fused_path<Storage>(view, [&]<Code code>() {
+      backward_kernel<Storage, code><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
+          shape, view, dy.as<Storage>(), data_of<Storage>(weight), data_of<float>(rstd),
+          dx.as<Storage>(), all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx}),
+          data_of<float>(partials));
+    });
   });
   sum_partials(context, partials, blocks, dweight);
 }
@@ -485,11 +500,11 @@ void CudaBackend::norm_forward(const Context& context, NormKind kind, const Tens
   const NormRows shape = rows_of(kind, view, x.rows(), epsilon);
   for_storage("norm_forward", x.type, [&]<typename Storage>() {
     if (held_in_registers(view)) {
-      launch_forward<Storage, Input::kTensor>(context, shape, view, x, {}, weight, y, rstd, {}, {});
+      launch_forward<Storage, Input::kTensor, kAnyCode>(context, shape, view, x, {}, weight, y, rstd, {},
+                                                        {});
     } else {
-      long_forward_kernel<Storage>
-          <<<grid_blocks(x.rows(), 8), kThreads, 0, stream_of(context.stream)>>>(
-              shape, x.as<Storage>(), data_of<Storage>(weight), y.as<Storage>(), data_of<float>(rstd));
+      long_forward_kernel<Storage><<<grid_blocks(x.rows(), 8), kThreads, 0, stream_of(context.stream)>>>(
+          shape, x.as<Storage>(), data_of<Storage>(weight), y.as<Storage>(), data_of<float>(rstd));
     }
   });
   expect_launched("norm_forward");
@@ -532,7 +547,7 @@ void CudaBackend::residual_norm_forward(const Context& context, NormKind kind, c
   check(!saved || saved.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
   if (context.workspace.is_measuring() || x.count() == 0) return;
   const QuantView view = view_of(saved ? saved : as_quant_tensor(x));
-  if (!held_in_registers(view)) {
+  if (!held_in_registers(view) || (saved && !has_fused_path(operation, x.type, view))) {
     Backend::residual_norm_forward(context, kind, x, delta, weight, epsilon, y, rstd, saved, key,
                                    counters);
     return;
@@ -540,10 +555,13 @@ void CudaBackend::residual_norm_forward(const Context& context, NormKind kind, c
   const NormRows shape = rows_of(kind, view, x.rows(), epsilon);
   for_storage(operation, x.type, [&]<typename Storage>() {
     if (saved) {
-      launch_forward<Storage, Input::kSave>(context, shape, view, x, delta, weight, y, rstd, key,
-                                            counters);
+      for_fused_path<Storage>(view, [&]<Code code>() {
+        launch_forward<Storage, Input::kSave, code>(context, shape, view, x, delta, weight, y, rstd, key,
+                                                    counters);
+      });
     } else {
-      launch_forward<Storage, Input::kTensor>(context, shape, view, x, delta, weight, y, rstd, key, {});
+      launch_forward<Storage, Input::kTensor, kAnyCode>(context, shape, view, x, delta, weight, y, rstd,
+                                                        key, {});
     }
   });
   expect_launched(operation);
@@ -556,14 +574,16 @@ void CudaBackend::norm_forward_saved(const Context& context, NormKind kind, cons
   expect(operation, "y", y, y.type, x.rows(), x.width());
   check(x.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
   const QuantView view = view_of(x);
-  if (!held_in_registers(view)) {
+  if (!held_in_registers(view) || !has_fused_path(operation, y.type, view)) {
     Backend::norm_forward_saved(context, kind, x, weight, epsilon, y);
     return;
   }
   if (context.workspace.is_measuring() || y.count() == 0) return;
   const NormRows shape = rows_of(kind, view, x.rows(), epsilon);
   for_storage(operation, y.type, [&]<typename Storage>() {
-    launch_forward<Storage, Input::kSaved>(context, shape, view, {}, {}, weight, y, {}, {}, {});
+    for_fused_path<Storage>(view, [&]<Code code>() {
+      launch_forward<Storage, Input::kSaved, code>(context, shape, view, {}, {}, weight, y, {}, {}, {});
+    });
   });
   expect_launched(operation);
 }
@@ -575,7 +595,7 @@ void CudaBackend::norm_backward_saved(const Context& context, NormKind kind, con
   check_backward(operation, kind, dy.type, x.rows(), x.width(), dy, weight, rstd, dx, dweight);
   check(x.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
   const QuantView view = view_of(x);
-  if (!held_in_registers(view)) {
+  if (!held_in_registers(view) || !has_fused_path(operation, dy.type, view)) {
     Backend::norm_backward_saved(context, kind, dy, x, weight, epsilon, rstd, dx, dweight);
     return;
   }

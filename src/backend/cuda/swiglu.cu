@@ -1,18 +1,19 @@
 // Gated activation. gate_up [N, 2I] holds gate g then up u; with s = 1 / (1 + exp(-g)):
 //   hidden = g s u          dg = dhidden u s (1 + g (1 - s))          du = dhidden g s
 //
-// Ownership. A warp takes a pair of groups of up to 1,024 elements (group_codec.cuh): one of a row's gate
-// and the one of its up at the same columns, so that the packed gate_up, whose grid has gate's segments
-// first, is made and read in the pass that computes. Both are read before anything is written:
+// Ownership. A warp takes a pair of groups of up to 1,024 elements (group_codec.cuh): one of a row's
+// gate and the one of its up at the same columns, so that the packed gate_up, whose grid has gate's
+// segments first, is made and read in the pass that computes. Both are read before anything is written:
 // dgate_up may be gate_up itself. The warps of the grid share out the pairs.
 //
 // exp and the division are the hardware's approximations. With e = exp(-|g|) as 2^(-|g| log2 e), the
-// product's rounding moves e by at most |g| 2^-24 relatively, ex2 and rcp by 2^-22 each, and e <= 1 enters
-// as 1 / (1 + e) and e / (1 + e): for |g| <= 10 the error of s is under 1e-6, and past that, where g is
-// negative, s itself is under 5e-5. e under 2^-126 (|g| > 87) becomes zero. BF16 rounds by 2e-3.
+// product's rounding moves e by at most |g| 2^-24 relatively, ex2 and rcp by 2^-22 each, and e <= 1
+// enters as 1 / (1 + e) and e / (1 + e): for |g| <= 10 the error of s is under 1e-6, and past that,
+// where g is negative, s itself is under 5e-5. e under 2^-126 (|g| > 87) becomes zero. BF16 rounds by
+// 2e-3.
 //
-// Kernels that read a packed gate_up use what it decodes to, in FP32; the plain composition rounds that to
-// the tensors' type on its way through memory.
+// Kernels that read a packed gate_up use what it decodes to, in FP32; the plain composition rounds that
+// to the tensors' type on its way through memory.
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_vectors.cuh"
 #include "backend/operand_checks.h"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void for_each_pair(const QuantView& view, const Pairs
 }
 
 /// hidden from gate_up, which is quantised into the view when kSave.
-template <typename Storage, bool kSave>
+template <typename Storage, bool kSave, Code code>
 __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
     forward_kernel(QuantView view, Pairs pairs, const Storage* gate_up, Storage* hidden, RandomWords key,
                    std::int64_t* counters) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
           widen(g_packed[chunk], values[chunk]);
           g_packed[chunk] = u_packed[chunk];
         }
-        encode_group(view, group, values, key, counts);
+        encode_group<code>(view, group, values, key, counts);
         group = up;
       }
     }
@@ -91,16 +92,16 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
 }
 
 /// dgate_up, and hidden unless it is null, from a gate_up that is packed or not.
-template <typename Storage>
-__global__ void __launch_bounds__(kThreads, 2)
+template <typename Storage, Code code>
+__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
     backward_kernel(QuantView view, Pairs pairs, const Storage* dhidden, Storage* dgate_up,
                     Storage* hidden) {
   for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
     PackedGroup<Storage> dhidden_packed;
     load_packed_group(gate, dhidden + gate.row * pairs.width, pairs.aligned, dhidden_packed);
     GroupValues g, u;
-    decode_group(view, gate, g);
-    decode_group(view, up, u);
+    decode_group<code>(view, gate, g);
+    decode_group<code>(view, up, u);
     Storage* const row = dgate_up + gate.row * 2 * pairs.width;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -125,12 +126,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 /// gate_up as gate's segments and as many of up. An exact tensor lies the same in any grid; a packed one
 /// whose segments are odd in number has groups across the middle of a row.
-bool halves(const QuantTensor& gate_up) {
-  return gate_up.format.is_exact() || gate_up.grid.segments % 2 == 0;
-}
 QuantView view_of_halves(QuantTensor gate_up) {
   if (gate_up.format.is_exact()) gate_up.grid.segments = 2;
   return view_of(gate_up);
+}
+bool is_fused(std::string_view operation, ElementType type, const QuantTensor& gate_up) {
+  if (!gate_up.format.is_exact() && gate_up.grid.segments % 2 != 0) return false;
+  return has_fused_path(operation, type, view_of_halves(gate_up));
 }
 
 Pairs pairs_of(const QuantView& view, const Tensor& hidden, bool aligned) {
@@ -157,17 +159,17 @@ void launch_forward(std::string_view operation, const Context& context, const Te
                     const Tensor& counters) {
   const QuantView view = view_of_halves(saved ? saved : as_quant_tensor(gate_up));
   for_storage(operation, gate_up.type, [&]<typename Storage>() {
-    const Pairs pairs = pairs_of(
-        view, hidden, aligned<Storage>(view, gate_up) && aligned<Storage>(view, hidden));
+    const Pairs pairs =
+        pairs_of(view, hidden, aligned<Storage>(view, gate_up) && aligned<Storage>(view, hidden));
     const auto launch = [&](auto kernel) {
       kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
           view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key),
           counters ? counters.as<std::int64_t>() : nullptr);
     };
     if (saved) {
-      launch(forward_kernel<Storage, true>);
+      for_fused_path<Storage>(view, [&]<Code code>() { launch(forward_kernel<Storage, true, code>); });
     } else {
-      launch(forward_kernel<Storage, false>);
+      launch(forward_kernel<Storage, false, kAnyCode>);
     }
   });
   expect_launched(operation);
@@ -177,13 +179,14 @@ void launch_backward(std::string_view operation, const Context& context, const T
                      const QuantTensor& gate_up, const Tensor& dgate_up, const Tensor& hidden) {
   const QuantView view = view_of_halves(gate_up);
   for_storage(operation, dhidden.type, [&]<typename Storage>() {
-    const Pairs pairs = pairs_of(
-        view, dhidden,
-        aligned<Storage>(view, dhidden) && aligned<Storage>(view, dgate_up) &&
-            aligned<Storage>(view, hidden));
-    backward_kernel<Storage><<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-        view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
-        hidden ? hidden.as<Storage>() : nullptr);
+    const Pairs pairs = pairs_of(view, dhidden,
+                                 aligned<Storage>(view, dhidden) && aligned<Storage>(view, dgate_up) &&
+                                     aligned<Storage>(view, hidden));
+    for_fused_path<Storage>(view, [&]<Code code>() {
+      backward_kernel<Storage, code><<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+          view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
+          hidden ? hidden.as<Storage>() : nullptr);
+    });
   });
   expect_launched(operation);
 }
@@ -216,7 +219,7 @@ void CudaBackend::swiglu_forward_save(const Context& context, const Tensor& gate
     refuse_fp64(operation, saved);
   }
   if (context.workspace.is_measuring() || hidden.count() == 0) return;
-  if (saved && !halves(saved)) {
+  if (saved && !is_fused(operation, gate_up.type, saved)) {
     Backend::swiglu_forward_save(context, gate_up, hidden, saved, key, counters);
     return;
   }
@@ -228,13 +231,14 @@ void CudaBackend::swiglu_backward_saved(const Context& context, const Tensor& dh
                                         const Tensor& hidden) {
   const char* const operation = "swiglu_backward_saved";
   const std::int64_t rows = gate_up.rows(), width = dhidden.width();
-  check(gate_up.width() == 2 * width, "{}: gate_up has {} columns and dhidden {}: twice as many belong there",
-        operation, gate_up.width(), width);
+  check(gate_up.width() == 2 * width,
+        "{}: gate_up has {} columns and dhidden {}: twice as many belong there", operation,
+        gate_up.width(), width);
   expect(operation, "dhidden", dhidden, dhidden.type, rows, width);
   expect(operation, "dgate_up", dgate_up, dhidden.type, rows, 2 * width);
   if (hidden) expect(operation, "hidden", hidden, dhidden.type, rows, width);
   refuse_fp64(operation, gate_up);
-  if (!halves(gate_up)) {
+  if (!is_fused(operation, dhidden.type, gate_up)) {
     Backend::swiglu_backward_saved(context, dhidden, gate_up, dgate_up, hidden);
     return;
   }
