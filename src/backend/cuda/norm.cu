@@ -124,7 +124,9 @@ enum class Input {
 /// y = norm(input). delta and rstd may be null; weight is null for LayerNorm.
 /// code: the path of the packed tensor (group_codec.cuh); of no account for Input::kTensor.
 template <typename Storage, Input kInput, Code code>
-__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4      ? 2
+                                            : kInput == Input::kSaved ? 4
+                                                                      : 3)
     forward_kernel(NormRows shape, QuantView view, Storage* x, const Storage* delta,
                    const Storage* weight, Storage* y, float* rstd, bool aligned, RandomWords key,
                    std::int64_t* counters) {
