@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -99,6 +100,9 @@ class Backend {
   virtual Allocator& allocator() = 0;
   /// Of the device whose memory the allocator hands out; nothing where that is the host's.
   virtual std::optional<DeviceMemory> device_memory() = 0;
+  /// Seconds that the operations take which `work` queues on the context's stream, from when the device
+  /// begins the first to when it ends the last; waits for them. 0 on a measuring context.
+  virtual double time(const Context&, const std::function<void()>& work) = 0;
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;
@@ -163,7 +167,8 @@ class Backend {
   /// token_loss[c] = weight[c] * (log sum exp(logits[c]) - logits[c][target[c]]); dlogits (optional) =
   /// the gradient of the sum of token_loss.  logits compute type [C, V]; dlogits [C, V] of any floating
   /// type, and may be logits itself; targets int32 [C]; weights fp32 [C]; token_loss compute type [C].
-  /// Rows of weight 0 have loss 0 and gradient 0.
+  /// Rows of weight 0 have loss 0 and gradient 0. A target outside the vocabulary is refused where the host
+  /// can read it (CPU); elsewhere the row's loss is NaN, for the check of the step, and its gradient 0.
   virtual void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets,
                              const Tensor& weights, const Tensor& token_loss, const Tensor& dlogits) = 0;
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "backend/backend.h"
 #include "core/error.h"
 #include "core/tensor.h"
 #include "quant/quant_counters.h"
@@ -43,6 +44,38 @@ inline void expect_counters(std::string_view operation, const Tensor& counters) 
   check(!counters || (counters.type == ElementType::kInt64 && counters.count() == kQuantCounters),
         "{}: counters are int64 [{}]; {} {} was given", operation, kQuantCounters,
         name_of(counters.type), counters.shape.to_string());
+}
+
+/// Throws unless RMSNorm is given a weight of one value per column and LayerNorm none.
+inline void expect_norm_weight(std::string_view operation, NormKind kind, const Tensor& weight,
+                               ElementType type, std::int64_t width) {
+  check(width > 0, "{}: rows have no elements", operation);
+  if (kind == NormKind::kRmsNorm) {
+    expect(operation, "weight", weight, type, width);
+  } else {
+    check(!weight, "{}: LayerNorm has no parameters here, and a weight was given: leave it out",
+          operation);
+  }
+}
+
+/// The same for the weight's gradient.
+inline void expect_norm_weight_gradient(std::string_view operation, NormKind kind, const Tensor& dweight,
+                                        ElementType type, std::int64_t width) {
+  if (kind == NormKind::kRmsNorm) {
+    expect(operation, "dweight", dweight, type, width);
+  } else {
+    check(!dweight, "{}: LayerNorm has no parameters here, and dweight was given: leave it out",
+          operation);
+  }
+}
+
+/// Throws unless gate_up is [N, 2I] for a `hidden` (or its gradient, by its name) of [N, I]. Returns I.
+inline std::int64_t expect_gate_up(std::string_view operation, const Tensor& gate_up,
+                                   const Tensor& hidden, std::string_view name) {
+  const std::int64_t width = hidden.width();
+  expect(operation, "gate_up", gate_up, gate_up.type, gate_up.rows(), 2 * width);
+  expect(operation, name, hidden, gate_up.type, gate_up.rows(), width);
+  return width;
 }
 
 }  // namespace agoq

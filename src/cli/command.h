@@ -63,6 +63,7 @@ Action declare_eval(Arguments&);
 Action declare_generate(Arguments&);
 Action declare_report(Arguments&);
 Action declare_formats(Arguments&);
+Action declare_bench(Arguments&);
 Action declare_info(Arguments&);
 
 }  // namespace agoq

@@ -4,12 +4,16 @@
 
 namespace agoq {
 
+Backend& backend_named(const std::string& device) {
+  check_input(device == "cpu" || device == "cuda", "--device is cpu or cuda; '{}' was given", device);
+  return backend_of(device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu);
+}
+
 Backend& backend_for_run(const std::string& directory, const std::string& device) {
   if (device.empty()) {
     return backend_of(RunDirectory(directory, RunStart::kResume).config().run.device);
   }
-  check_input(device == "cpu" || device == "cuda", "--device is cpu or cuda; '{}' was given", device);
-  return backend_of(device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu);
+  return backend_named(device);
 }
 
 }  // namespace agoq

@@ -9,6 +9,9 @@ namespace agoq {
 
 inline constexpr const char* kDeviceOptionHelp = "cpu or cuda; default: where the run was trained";
 
+/// The backend that `device` names. Throws Error (kInput) for names other than cpu and cuda.
+Backend& backend_named(const std::string& device);
+
 /// The backend that `device` names; where it is empty, the one that the run in `directory` was trained
 /// with. Throws Error (kInput) for other names.
 Backend& backend_for_run(const std::string& directory, const std::string& device);

@@ -90,6 +90,25 @@ TEST(Program, InfoIsReadByPeopleAndByPrograms) {
 #endif
 }
 
+TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
+  const Outcome outcome = run("bench kernels --tokens 2 --json");
+  EXPECT_EQ(outcome.status, 0) << outcome.error;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("tokens"), 2);
+  const auto& operations = json.at("operations");
+  ASSERT_GT(operations.size(), 10u);
+  EXPECT_EQ(operations[0].at("operation"), "copy");
+  EXPECT_EQ(operations[0].at("share_of_copy"), 1.0);
+  for (const auto& operation : operations) {
+    EXPECT_GT(operation.at("seconds").get<double>(), 0);
+    EXPECT_NEAR(operation.at("bytes_per_second").get<double>() * operation.at("seconds").get<double>(),
+                operation.at("bytes").get<double>(), 1);
+  }
+  expect_bad_input("bench steps", "'bench steps' was given");
+  expect_bad_input("bench kernels --device gpu", "--device is cpu or cuda; 'gpu' was given");
+  expect_bad_input("bench kernels --tokens -1", "--tokens is at least 1");
+}
+
 TEST(Program, FailsWhenItsOutputCannotBeWritten) {
   const std::string command = std::string(AGOQ_PROGRAM) + " info >/dev/full 2>/dev/null";
   const int result = std::system(command.c_str());

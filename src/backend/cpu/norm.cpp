@@ -124,22 +124,12 @@ void backward(NormKind kind, const Tensor& dy, const Tensor& x, const Tensor& we
   }
 }
 
-void check_weight(std::string_view operation, NormKind kind, const Tensor& x, const Tensor& weight) {
-  check(x.width() > 0, "{}: rows have no elements", operation);
-  if (kind == NormKind::kRmsNorm) {
-    expect(operation, "weight", weight, x.type, x.width());
-  } else {
-    check(!weight, "{}: LayerNorm has no parameters here, and a weight was given: leave it out",
-          operation);
-  }
-}
-
 }  // namespace
 
 void CpuBackend::norm_forward(const Context& context, NormKind kind, const Tensor& x,
                               const Tensor& weight, double epsilon, const Tensor& y,
                               const Tensor& rstd) {
-  check_weight("norm_forward", kind, x, weight);
+  expect_norm_weight("norm_forward", kind, weight, x.type, x.width());
   expect("norm_forward", "y", y, x.type, x.rows(), x.width());
   if (rstd) expect("norm_forward", "rstd", rstd, statistics_type(x.type), x.rows());
   if (context.workspace.is_measuring()) return;
@@ -150,20 +140,17 @@ void CpuBackend::norm_forward(const Context& context, NormKind kind, const Tenso
 void CpuBackend::norm_backward(const Context& context, NormKind kind, const Tensor& dy, const Tensor& x,
                                const Tensor& weight, double epsilon, const Tensor& rstd,
                                const Tensor& dx, const Tensor& dweight) {
-  check_weight("norm_backward", kind, x, weight);
+  expect_norm_weight("norm_backward", kind, weight, x.type, x.width());
   expect("norm_backward", "dy", dy, x.type, x.rows(), x.width());
   expect("norm_backward", "dx", dx, x.type, x.rows(), x.width());
   const ElementType compute = statistics_type(x.type);
   if (rstd) expect("norm_backward", "rstd", rstd, compute, x.rows());
+  expect_norm_weight_gradient("norm_backward", kind, dweight, compute, x.width());
   const Arena::Scope scope(context.workspace);
   Tensor partials;
   if (kind == NormKind::kRmsNorm) {
-    expect("norm_backward", "dweight", dweight, compute, x.width());
     const std::int64_t chunks = (x.rows() + kRowsPerPartial - 1) / kRowsPerPartial;
     partials = context.workspace.take(compute, Shape{chunks, x.width()});
-  } else {
-    check(!dweight,
-          "norm_backward: LayerNorm has no parameters here, and dweight was given: leave it out");
   }
   if (context.workspace.is_measuring()) return;
   for_storage("norm_backward", x.type, [&]<typename Storage>() {

@@ -14,18 +14,10 @@ AGOQ_HD T sigmoid(T x) {
   return (x < T{0} ? e : T{1}) / (T{1} + e);
 }
 
-std::int64_t check_gate_up(std::string_view operation, const Tensor& gate_up, const Tensor& hidden,
-                           std::string_view name) {
-  const std::int64_t width = hidden.width();
-  expect(operation, "gate_up", gate_up, gate_up.type, gate_up.rows(), 2 * width);
-  expect(operation, name, hidden, gate_up.type, gate_up.rows(), width);
-  return width;
-}
-
 }  // namespace
 
 void CpuBackend::swiglu_forward(const Context& context, const Tensor& gate_up, const Tensor& hidden) {
-  const std::int64_t width = check_gate_up("swiglu_forward", gate_up, hidden, "hidden");
+  const std::int64_t width = expect_gate_up("swiglu_forward", gate_up, hidden, "hidden");
   if (context.workspace.is_measuring()) return;
   for_storage("swiglu_forward", gate_up.type, [&]<typename Storage>() {
     using T = Compute<Storage>;
@@ -47,7 +39,7 @@ void CpuBackend::swiglu_forward(const Context& context, const Tensor& gate_up, c
 
 void CpuBackend::swiglu_backward(const Context& context, const Tensor& dhidden, const Tensor& gate_up,
                                  const Tensor& dgate_up, const Tensor& hidden) {
-  const std::int64_t width = check_gate_up("swiglu_backward", gate_up, dhidden, "dhidden");
+  const std::int64_t width = expect_gate_up("swiglu_backward", gate_up, dhidden, "dhidden");
   expect("swiglu_backward", "dgate_up", dgate_up, gate_up.type, gate_up.rows(), 2 * width);
   if (hidden) expect("swiglu_backward", "hidden", hidden, gate_up.type, gate_up.rows(), width);
   if (context.workspace.is_measuring()) return;

@@ -102,6 +102,33 @@ std::string CudaBackend::description() const {
                      runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
 }
 
+double CudaBackend::time(const Context& context, const std::function<void()>& work) {
+  if (context.workspace.is_measuring()) {
+    work();
+    return 0;
+  }
+  class Event {
+   public:
+    Event() { expect_success(cudaEventCreate(&handle_), "timing"); }
+    ~Event() { cudaEventDestroy(handle_); }
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    cudaEvent_t handle() const { return handle_; }
+
+   private:
+    cudaEvent_t handle_ = nullptr;
+  };
+  const Event begin, end;
+  const cudaStream_t stream = stream_of(context.stream);
+  expect_success(cudaEventRecord(begin.handle(), stream), "timing");
+  work();
+  expect_success(cudaEventRecord(end.handle(), stream), "timing");
+  expect_success(cudaEventSynchronize(end.handle()), "an operation that was timed");
+  float milliseconds = 0;
+  expect_success(cudaEventElapsedTime(&milliseconds, begin.handle(), end.handle()), "timing");
+  return 1e-3 * double{milliseconds};
+}
+
 }  // namespace agoq::cuda
 
 /// What backend/cuda_backend.cpp looks up in the module.

@@ -26,6 +26,7 @@ class CudaBackend : public Backend {
   std::string description() const override;
   Allocator& allocator() override;
   std::optional<DeviceMemory> device_memory() override;
+  double time(const Context&, const std::function<void()>& work) override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;

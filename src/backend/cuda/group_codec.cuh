@@ -7,13 +7,26 @@
 // registers: values[chunk][i] is element 8 (l + 32 chunk) + i. So a block of B = 16..256 elements lies
 // in B / 8 neighbouring lanes of one chunk, accesses are coalesced, and a whole group is quantised
 // without shared memory. Kernels that fuse arithmetic with quantisation give each warp the same part
-// of a row and call the same two functions.
+// of a row and call the same two functions:
 //
-// Format, block size, scale type and rounding are run-time values that are uniform over a launch.
+//   decode_group(view, group, values)                        any format
+//   encode_group(view, group, values, key_words, counts)     any format and rounding
+//   decode_group<code>, encode_group<code>                   view.path is `code`: no branches on the code
+//
+// All lanes of the warp call them together, with the same arguments but for `values`.
+//
+// Scales. The arithmetic of a block's scale (two to four divisions and a rounding) would cost as much as
+// its elements if every lane did it, so each block has one lane that does and hands the result to the
+// others by shuffle. The maxima are reduced so that they arrive there: in two steps the four values
+// of a lane and its three neighbours become one value per lane, not four in each.
+//
+// Speed. nf4, e4m3, int8, e2m1, bnbfp4 and the dynamic maps with nearest rounding, and bf16 and fp32, have
+// paths of their own; the other formats and stochastic rounding run out of line, through local memory.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
+#include <cstdlib>
 
 #include "backend/cuda/launch.cuh"
 #include "core/random.h"
@@ -26,26 +39,57 @@ namespace agoq::cuda {
 inline constexpr int kChunks = static_cast<int>(kSuperBlock) / (kWarp * kVector);
 using GroupValues = float[kChunks][kVector];
 
+/// In place of a code, where it is known at run time only (fp64 itself exists on the CPU only).
+inline constexpr Code kAnyCode = Code::kFp64;
+/// The path of fp16 and of all codes and roundings that have none of their own.
+inline constexpr Code kSharedPath = Code::kFp16;
+
+/// Whether 8-bit floats are to be converted by quant/codec.h although the GPU has instructions for them:
+/// what GPUs before sm_89 do. For tests.
+inline bool software_floats_forced() {
+  const char* const value = std::getenv("AGOQ_CUDA_SOFTWARE_FP8");
+  return value != nullptr && value[0] == '1';
+}
+
 /// What kernels need to know of a QuantTensor.
 struct QuantView {
   std::byte* codes = nullptr;
   std::byte* bits = nullptr;
   std::byte* scales = nullptr;
   std::byte* super = nullptr;
-  RowBytes row;                 // bytes per row of each plane
-  std::int64_t row_length = 0;  // elements
+  RowBytes row;      // bytes per row of each plane
+  RowBytes segment;  // bytes per segment; `bits` of one extra bit plane
+  std::int64_t bits_stride = 0;  // bytes from one extra bit plane to the next
+  std::int64_t row_length = 0;   // elements
   std::int64_t segment_length = 0;
   std::uint32_t segments = 1;
   std::uint32_t groups_per_segment = 1;
   std::uint32_t groups = 0;  // of the whole tensor
   int block = 0;
+  int block_shift = 4;  // log2(block)
   Code code = Code::kFp32;
+  Code path = kSharedPath;  // the path that encodes and decodes it
   ScaleType scale = ScaleType::kNone;
   Rounding rounding = Rounding::kNearest;
   bool aligned = false;  // code planes allow one access per vector
 
   std::uint32_t groups_per_row() const { return segments * groups_per_segment; }
 };
+
+inline Code path_of(const QuantFormat& format) {
+  if (format.rounding == Rounding::kStochastic) return kSharedPath;
+  switch (format.code) {
+    case Code::kE4m3: return software_floats_forced() ? kSharedPath : Code::kE4m3;
+    case Code::kFp32:
+    case Code::kBf16:
+    case Code::kNf4:
+    case Code::kE2m1:
+    case Code::kBnbFp4:
+    case Code::kInt8:
+    case Code::kDynamic8: return format.code;
+    default: return kSharedPath;
+  }
+}
 
 inline QuantView view_of(const QuantTensor& tensor) {
   QuantView view;
@@ -64,13 +108,18 @@ inline QuantView view_of(const QuantTensor& tensor) {
         "a tensor of {} groups of {} elements is larger than kernels count", groups, kSuperBlock);
   view.groups = static_cast<std::uint32_t>(groups);
   view.block = tensor.format.block;
+  while ((1 << view.block_shift) < view.block) ++view.block_shift;
   view.code = tensor.format.code;
+  view.path = path_of(tensor.format);
   view.scale = tensor.format.scale;
   view.rounding = tensor.format.rounding;
   const CodeTraits& traits = traits_of(view.code);
+  const int extra_bits = traits.exact ? 0 : traits.bits % 8 > 4 ? traits.bits - 4 : 0;
+  view.bits_stride = extra_bits == 0 ? 0 : view.row.bits / extra_bits;
+  view.segment = {view.row.codes / view.segments, view.bits_stride / view.segments,
+                  view.row.scales / view.segments, view.row.super / view.segments};
   const std::int64_t vector_bytes = traits.exact ? 16 : traits.bits == 8 ? 8 : 4;
-  view.aligned = view.segment_length % kVector == 0 &&
-                 view.row.codes / view.segments % vector_bytes == 0 &&
+  view.aligned = view.segment_length % kVector == 0 && view.segment.codes % vector_bytes == 0 &&
                  reinterpret_cast<std::uintptr_t>(view.codes) % 16 == 0;
   return view;
 }
@@ -97,11 +146,12 @@ __device__ __forceinline__ bool is_exact(Code code) { return code <= Code::kFp16
 __device__ __forceinline__ int exact_bytes(Code code) {
   return code == Code::kFp64 ? 8 : code == Code::kFp32 ? 4 : 2;
 }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 
 /// Group `in_row` of row `row`.
 __device__ __forceinline__ Group group_of(const QuantView& view, std::int64_t row,
                                           std::uint32_t in_row) {
-  const std::uint32_t segment = view.groups_per_segment == 1 ? in_row : in_row / view.groups_per_segment;
+  const std::uint32_t segment = view.segments == 1 ? 0 : in_row / view.groups_per_segment;
   const std::uint32_t in_segment = in_row - segment * view.groups_per_segment;
   Group group;
   group.row = row;
@@ -116,13 +166,12 @@ __device__ __forceinline__ Group group_of(const QuantView& view, std::int64_t ro
     return group;
   }
   const bool bytes = view.code >= Code::kInt8;
-  group.codes = codes + segment * (view.row.codes / view.segments) + (bytes ? begin : begin / 2);
-  const int extra = extra_bits(view.code);
-  group.bits_stride = extra == 0 ? 0 : view.row.bits / extra;
+  group.codes = codes + segment * view.segment.codes + (bytes ? begin : begin / 2);
+  group.bits_stride = view.bits_stride;
   group.bits = reinterpret_cast<std::uint8_t*>(view.bits) + row * view.row.bits +
-               segment * (group.bits_stride / view.segments) + begin / 8;
-  group.scales = view.scales + row * view.row.scales + segment * (view.row.scales / view.segments) +
-                 begin / view.block * bytes_of(view.scale);
+               segment * view.segment.bits + begin / 8;
+  group.scales = view.scales + row * view.row.scales + segment * view.segment.scales +
+                 (begin >> view.block_shift) * bytes_of(view.scale);
   group.super = reinterpret_cast<Bf16*>(view.super + row * view.row.super) +
                 segment * view.groups_per_segment + in_segment;
   return group;
@@ -203,20 +252,162 @@ struct LaneCounts {
 
 namespace group_detail {
 
-/// The largest value over the lanes of a block: `lanes` is a power of two up to 32.
-__device__ __forceinline__ float block_max(float value, int lanes) {
-  for (int step = 1; step < lanes; step *= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kWholeWarp, value, step));
-  }
-  return value;
+// --- conversions of 8-bit floats ---
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+inline constexpr bool kHardwareE4m3 = true;
+/// The E4M3 codes of two numbers, that of `low` in bits 0..7: nearest even, saturating, as encode does.
+__device__ __forceinline__ std::uint32_t encode_e4m3_pair(float low, float high) {
+  std::uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+__device__ __forceinline__ void decode_e4m3_pair(std::uint32_t codes, float& low, float& high) {
+  std::uint32_t halves;  // every E4M3 number is an FP16 number
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(codes)));
+  asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+}
+#else
+inline constexpr bool kHardwareE4m3 = false;
+__device__ __forceinline__ std::uint32_t encode_e4m3_pair(float low, float high) {
+  return encode<Code::kE4m3>(low) | encode<Code::kE4m3>(high) << 8;
+}
+__device__ __forceinline__ void decode_e4m3_pair(std::uint32_t codes, float& low, float& high) {
+  low = decode<Code::kE4m3>(codes & 0xFFu);
+  high = decode<Code::kE4m3>(codes >> 8 & 0xFFu);
+}
+#endif
+
+/// The larger number; NaN where either is one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+/// a b + c, clamped to [0, 1].
+__device__ __forceinline__ float saturated_fma(float a, float b, float c) {
+  float clamped;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(clamped) : "f"(a), "f"(b), "f"(c));
+  return clamped;
 }
 
 template <Code code>
-__device__ __forceinline__ void decode_vector(const std::uint32_t (&codes)[kVector], float scale,
-                                              float (&x)[kVector]) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) x[i] = decode<code>(codes[i]) * scale;
+inline constexpr bool kIsNibble = code >= Code::kNf4 && code <= Code::kInt4FullRange;
+
+// Tables of 16 entries are kept one entry per lane (lane % 16) and read by shuffle, which takes the lane
+// index modulo 32: bits above the fourth of an index do no harm.
+
+template <Code code>
+__device__ __forceinline__ float level_of_lane() {
+  if constexpr (kIsNibble<code>) {
+    return decode<code>(static_cast<std::uint32_t>(lane_index() % 16));
+  } else {
+    return 0.0f;
+  }
 }
+
+struct Nf4Midpoints {
+  float value[16];
+};
+template <int... index>
+constexpr Nf4Midpoints nf4_midpoints(std::integer_sequence<int, index...>) {
+  return {{codec_detail::kNf4Midpoint<index>..., 0x1.fffffep127f}};
+}
+
+template <Code code>
+__device__ __forceinline__ float midpoint_of_lane() {
+  if constexpr (code == Code::kNf4) {
+    static constexpr Nf4Midpoints kMidpoints = nf4_midpoints(std::make_integer_sequence<int, 15>());
+    return kMidpoints.value[lane_index() % 16];
+  } else {
+    return 0.0f;
+  }
+}
+
+/// The codes of one vector: element i in bits 4i.. of `low` for 4-bit codes, else in byte i of low, high.
+struct VectorCodes {
+  std::uint32_t low = 0, high = 0;
+};
+
+/// Low bytes of four words, the first lowest.
+__device__ __forceinline__ std::uint32_t pack_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                                                    std::uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+/// Nearest codes of y, which holds no NaN.
+///
+/// nf4. The levels are quantiles of a normal, so a cubic of y follows the number of the level: rounded
+/// to an integer it is the code or one less, by a margin of .37 (the cubic is within .13 of the number
+/// of each midpoint). One comparison with the midpoint above that level, which lane `number` holds,
+/// settles which. The cubic is of s = (y + 1) / 2 clamped to [0, 1] and has no constant term:
+///   number = round(s (-4.33 + s (51.75 - 33.08 s)))
+template <Code code>
+__device__ __forceinline__ VectorCodes encode_vector(const float (&y)[kVector], float midpoint) {
+  VectorCodes codes;
+  if constexpr (code == Code::kNf4) {
+    constexpr float kUnit = 0x1.8p23f;  // adding it rounds to integers
+    constexpr std::uint32_t kUnitBits = 0x4B400000u;
+    std::uint32_t packed = 0, units = 0;
+#pragma unroll
+    for (int i = kVector - 1; i >= 0; --i) {
+      const float s = saturated_fma(y[i], 0.5f, 0.5f);
+      const float number = fmaf(fmaf(fmaf(-33.08f, s, 51.75f), s, -4.33f), s, kUnit);
+      const std::uint32_t bits = __float_as_uint(number);
+      const float above = __shfl_sync(kWholeWarp, midpoint, static_cast<int>(bits));
+      packed = packed * 16 + bits;
+      if (y[i] > above) ++packed;
+      units = units * 16 + kUnitBits;
+    }
+    codes.low = packed - units;
+  } else if constexpr (kIsNibble<code>) {
+#pragma unroll
+    for (int i = kVector - 1; i >= 0; --i) codes.low = codes.low * 16 + encode<code>(y[i]);
+  } else if constexpr (code == Code::kE4m3) {
+    codes.low = encode_e4m3_pair(y[0], y[1]) | encode_e4m3_pair(y[2], y[3]) << 16;
+    codes.high = encode_e4m3_pair(y[4], y[5]) | encode_e4m3_pair(y[6], y[7]) << 16;
+  } else {
+    std::uint32_t code_of[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if constexpr (code == Code::kInt8) {  // the last byte of encode's sum is the code
+        code_of[i] = __float_as_uint(fminf(fmaxf(y[i], -127.0f), 127.0f) + 0x1.8p23f);
+      } else {
+        code_of[i] = encode<code>(y[i]);
+      }
+    }
+    codes.low = pack_bytes(code_of[0], code_of[1], code_of[2], code_of[3]);
+    codes.high = pack_bytes(code_of[4], code_of[5], code_of[6], code_of[7]);
+  }
+  return codes;
+}
+
+/// The levels of one vector's codes.
+template <Code code>
+__device__ __forceinline__ void decode_vector(const VectorCodes& codes, float level,
+                                              float (&x)[kVector]) {
+  if constexpr (kIsNibble<code>) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[i] = __shfl_sync(kWholeWarp, level, static_cast<int>(codes.low >> (4 * i)));
+    }
+  } else if constexpr (code == Code::kE4m3) {
+    decode_e4m3_pair(codes.low, x[0], x[1]);
+    decode_e4m3_pair(codes.low >> 16, x[2], x[3]);
+    decode_e4m3_pair(codes.high, x[4], x[5]);
+    decode_e4m3_pair(codes.high >> 16, x[6], x[7]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[i] = decode<code>((i < 4 ? codes.low : codes.high) >> (8 * (i % 4)) & 0xFFu);
+    }
+  }
+}
+
+// --- codes that are known at run time only ---
 
 /// Calls run.operator()<code>() for the quantised code `code`: the list of codes.
 template <typename Run>
@@ -237,322 +428,572 @@ __device__ __forceinline__ void for_code(Code code, Run run) {
   }
 }
 
-/// Codes of one vector of y = x / scale, nearest rounding, element i in byte i.
+__device__ __forceinline__ std::uint32_t encode_any(Code code, float y) {
+  std::uint32_t bits = 0;
+  for_code(code, [&]<Code kCode>() { bits = encode<kCode>(y); });
+  return bits;
+}
+__device__ __forceinline__ float decode_any(Code code, std::uint32_t bits) {
+  float level = 0;
+  for_code(code, [&]<Code kCode>() { level = decode<kCode>(bits); });
+  return level;
+}
+/// element: number of the element in its tensor.
+__device__ __forceinline__ std::uint32_t encode_any(Code code, float y, const RandomWords& key_words,
+                                                    std::uint64_t element) {
+  const RandomWords words = random_words(key_words, element / 4);
+  const std::uint32_t position = element % 4;
+  const std::uint32_t bits = position < 2 ? position == 0 ? words.word[0] : words.word[1]
+                             : position == 2 ? words.word[2]
+                                             : words.word[3];
+  const float uniform = static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
+  std::uint32_t chosen = 0;
+  for_code(code, [&]<Code kCode>() { chosen = encode_stochastic<kCode>(y, uniform); });
+  return chosen;
+}
+
+// --- planes ---
+
+__device__ __forceinline__ void store_bytes(std::uint8_t* to, bool aligned, int count,
+                                            const VectorCodes& codes) {
+  if (aligned && count == kVector) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(codes.low, codes.high);
+  } else {
+    for (int i = 0; i < count; ++i) {
+      to[i] = static_cast<std::uint8_t>((i < 4 ? codes.low : codes.high) >> (8 * (i % 4)));
+    }
+  }
+}
+/// Nibbles behind `count` become zero.
+__device__ __forceinline__ void store_nibbles(std::uint8_t* to, bool aligned, int count,
+                                              std::uint32_t nibbles) {
+  if (aligned && count == kVector) {
+    *reinterpret_cast<std::uint32_t*>(to) = nibbles;
+  } else {
+    if (count < kVector) nibbles &= (1u << (4 * count)) - 1;
+    for (int i = 0; 2 * i < count; ++i) to[i] = static_cast<std::uint8_t>(nibbles >> (8 * i));
+  }
+}
+__device__ __forceinline__ VectorCodes load_bytes(const std::uint8_t* from, bool aligned, int count) {
+  VectorCodes codes;
+  if (aligned && count == kVector) {
+    const uint2 packed = *reinterpret_cast<const uint2*>(from);
+    codes = {packed.x, packed.y};
+  } else {
+    for (int i = 0; i < count; ++i) {
+      (i < 4 ? codes.low : codes.high) |= std::uint32_t{from[i]} << (8 * (i % 4));
+    }
+  }
+  return codes;
+}
+__device__ __forceinline__ std::uint32_t load_nibbles(const std::uint8_t* from, bool aligned,
+                                                      int count) {
+  if (aligned && count == kVector) return *reinterpret_cast<const std::uint32_t*>(from);
+  std::uint32_t nibbles = 0;
+  for (int i = 0; 2 * i < count; ++i) nibbles |= std::uint32_t{from[i]} << (8 * i);
+  return nibbles;
+}
+
 template <Code code>
-__device__ __forceinline__ std::uint64_t encode_nearest(const float (&y)[kVector]) {
-  std::uint32_t words[2] = {};
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) words[i / 4] |= encode<code>(y[i]) << (8 * (i % 4));
-  return std::uint64_t{words[1]} << 32 | words[0];
-}
-
-/// The same for every code and rounding, kept out of line so that what is rarely used takes no registers
-/// of the kernels: elements by value, since registers cannot be passed by address. element: of the first
-/// of the eight, for stochastic rounding.
-__device__ __noinline__ std::uint64_t encode_any(Code code, bool stochastic, float y0, float y1,
-                                                 float y2, float y3, float y4, float y5, float y6,
-                                                 float y7, RandomWords key_words,
-                                                 std::uint64_t element) {
-  const float y[kVector] = {y0, y1, y2, y3, y4, y5, y6, y7};
-  std::uint64_t packed = 0;
-  for_code(code, [&]<Code kCode>() {
-    packed = encode_nearest<kCode>(y);
-    if (!stochastic) return;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const std::uint64_t drawn = element + static_cast<std::uint64_t>(i);
-      const std::uint32_t bits = random_words(key_words, drawn / 4).word[drawn % 4];
-      const float uniform = static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
-      const auto nearest = static_cast<std::uint32_t>(packed >> (8 * i)) & 0xFFu;
-      const std::uint64_t chosen = choose_stochastically<kCode>(y[i], nearest, uniform);
-      packed = (packed & ~(std::uint64_t{0xFF} << (8 * i))) | chosen << (8 * i);
-    }
-  });
-  return packed;
-}
-
-/// Stores the lane's codes of one vector, element i in byte i of `codes`; nibbles and bits behind
-/// `count` are zero.
 __device__ __forceinline__ void store_codes(const QuantView& view, const Group& group, int begin,
-                                            int count, std::uint64_t codes) {
-  if (count < kVector) codes &= (std::uint64_t{1} << (8 * count)) - 1;
-  if (view.code >= Code::kInt8) {
-    std::uint8_t* const to = group.codes + begin;
-    if (view.aligned && count == kVector) {
-      *reinterpret_cast<std::uint64_t*>(to) = codes;
-    } else {
-      for (int i = 0; i < count; ++i) to[i] = static_cast<std::uint8_t>(codes >> (8 * i));
-    }
-    return;
-  }
-  // Nibbles of each half move together: 0x0d0c0b0a -> 0xdcba.
-  std::uint32_t halves[2] = {static_cast<std::uint32_t>(codes), static_cast<std::uint32_t>(codes >> 32)};
-#pragma unroll
-  for (std::uint32_t& half : halves) {
-    half &= 0x0F0F0F0Fu;
-    half = (half | half >> 4) & 0x00FF00FFu;
-    half = (half | half >> 8) & 0x0000FFFFu;
-  }
-  const std::uint32_t packed = halves[1] << 16 | halves[0];
-  std::uint8_t* const to = group.codes + begin / 2;
-  if (view.aligned && count == kVector) {
-    *reinterpret_cast<std::uint32_t*>(to) = packed;
+                                            int count, const VectorCodes& codes) {
+  if (count == 0) return;
+  if constexpr (kIsNibble<code>) {
+    store_nibbles(group.codes + begin / 2, view.aligned, count, codes.low);
   } else {
-    for (int i = 0; 2 * i < count; ++i) to[i] = static_cast<std::uint8_t>(packed >> (8 * i));
+    store_bytes(group.codes + begin, view.aligned, count, codes);
   }
-  for (int bit = 4; bit < 4 + extra_bits(view.code); ++bit) {
-    std::uint32_t plane = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      plane |= (static_cast<std::uint32_t>(codes >> (8 * i + bit)) & 1u) << i;
-    group.bits[(bit - 4) * group.bits_stride + begin / 8] = static_cast<std::uint8_t>(plane);
+}
+template <Code code>
+__device__ __forceinline__ VectorCodes load_codes(const QuantView& view, const Group& group, int begin,
+                                                  int count) {
+  if constexpr (kIsNibble<code>) {
+    return {load_nibbles(group.codes + begin / 2, view.aligned, count), 0};
+  } else {
+    return load_bytes(group.codes + begin, view.aligned, count);
   }
 }
 
-__device__ __forceinline__ void load_codes(const QuantView& view, const Group& group, int begin,
-                                           int count, std::uint32_t (&codes)[kVector]) {
-  if (view.code >= Code::kInt8) {
-    const std::uint8_t* const from = group.codes + begin;
-    if (view.aligned && count == kVector) {
-      const uint2 packed = *reinterpret_cast<const uint2*>(from);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        codes[i] = packed.x >> (8 * i) & 0xFFu;
-        codes[4 + i] = packed.y >> (8 * i) & 0xFFu;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) codes[i] = i < count ? from[i] : 0u;
-    }
-    return;
-  }
-  const std::uint8_t* const from = group.codes + begin / 2;
-  std::uint32_t packed = 0;
-  if (view.aligned && count == kVector) {
-    packed = *reinterpret_cast<const std::uint32_t*>(from);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector / 2; ++i)
-      packed |= (2 * i < count ? std::uint32_t{from[i]} : 0u) << (8 * i);
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) codes[i] = packed >> (4 * i) & 0xFu;
-  for (int bit = 4; bit < 4 + extra_bits(view.code); ++bit) {
-    const std::uint32_t plane =
-        count == 0 ? 0u : std::uint32_t{group.bits[(bit - 4) * group.bits_stride + begin / 8]};
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) codes[i] |= (plane >> i & 1u) << bit;
-  }
+// --- block scales: which lane answers for which block ---
+//
+// Blocks of 32 elements and more lie in at least four lanes, lanes 4k..4k+3 among them; of these, lane
+// 4k + j answers for the block that they are part of in chunk 2 (j & 1) + (j >> 1). (Blocks of more
+// than 32 have several such lanes, which compute the same.) A block of 16 lies in lanes 2k, 2k + 1;
+// lane 2k + j answers for those of chunks 2j and 2j + 1. So a lane answers for one block or for two.
+
+__device__ __forceinline__ bool answers_for_two(const QuantView& view) { return view.block_shift == 4; }
+__device__ __forceinline__ int owned_chunk(const QuantView& view, int which) {
+  const int lane = lane_index();
+  return 2 * (lane & 1) + (answers_for_two(view) ? which : lane >> 1 & 1);
+}
+/// The number, in its group, of a block that the lane answers for.
+__device__ __forceinline__ int owned_block(const QuantView& view, int which) {
+  return (owned_chunk(view, which) * kWarp + lane_index()) * kVector >> view.block_shift;
+}
+/// Whether this lane, and no other, stores and counts the blocks that it answers for.
+__device__ __forceinline__ bool leads(const QuantView& view) {
+  return answers_for_two(view) || (lane_index() & ((view.block / kVector) - 1)) < 4;
 }
 
-/// The scale of the block that the lane's vector `begin` belongs to.
-__device__ __forceinline__ float load_scale(const QuantView& view, const Group& group, int begin,
-                                            float super_scale) {
-  const int block = begin / view.block;
+/// What lanes have computed for the blocks that they answer for.
+struct OwnedBlocks {
+  float value[2];
+};
+/// The value of the block that the lane's vector `chunk` is part of.
+__device__ __forceinline__ float value_of(const QuantView& view, const OwnedBlocks& blocks, int chunk) {
+  const int lane = lane_index();
+  const int source = answers_for_two(view) ? (lane & ~1) | chunk >> 1
+                                           : (lane & ~3) | chunk >> 1 | (chunk & 1) << 1;
+  const float mine = answers_for_two(view) && (chunk & 1) != 0 ? blocks.value[1] : blocks.value[0];
+  return __shfl_sync(kWholeWarp, mine, source);
+}
+
+/// The largest of `largest` over the lanes of each block. Numbers, no NaN.
+__device__ __forceinline__ OwnedBlocks reduce_max(const QuantView& view,
+                                                  const float (&largest)[kChunks]) {
+  static_assert(kChunks == 4);
+  const int lane = lane_index();
+  const bool upper = (lane & 1) != 0;
+  OwnedBlocks blocks;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sent = upper ? largest[i] : largest[2 + i];
+    const float kept = upper ? largest[2 + i] : largest[i];
+    blocks.value[i] = fmaxf(kept, __shfl_xor_sync(kWholeWarp, sent, 1));
+  }
+  if (answers_for_two(view)) return blocks;
+  const bool second = (lane & 2) != 0;
+  const float sent = second ? blocks.value[0] : blocks.value[1];
+  float value = fmaxf(second ? blocks.value[1] : blocks.value[0], __shfl_xor_sync(kWholeWarp, sent, 2));
+  for (int step = 4; step < view.block / kVector; step *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kWholeWarp, value, step));
+  }
+  return {{value, 0.0f}};
+}
+
+/// The stored scale of block `block` of the group.
+__device__ __forceinline__ float load_scale(const QuantView& view, const Group& group, int block) {
   switch (view.scale) {
     case ScaleType::kFp32: return reinterpret_cast<const float*>(group.scales)[block];
     case ScaleType::kBf16: return to_float(reinterpret_cast<const Bf16*>(group.scales)[block]);
     default:
-      return decode<Code::kE4m3>(reinterpret_cast<const std::uint8_t*>(group.scales)[block]) *
-             super_scale;
+      return two_level_scale(reinterpret_cast<const std::uint8_t*>(group.scales)[block], *group.super);
+  }
+}
+
+__device__ __forceinline__ OwnedBlocks load_scales(const QuantView& view, const Group& group) {
+  OwnedBlocks scales{{0.0f, 0.0f}};
+  const int first = owned_block(view, 0);
+  if (first << view.block_shift < group.count) scales.value[0] = load_scale(view, group, first);
+  if (answers_for_two(view)) {
+    const int second = owned_block(view, 1);
+    if (second << view.block_shift < group.count) scales.value[1] = load_scale(view, group, second);
+  }
+  return scales;
+}
+
+/// The code of zero in every element of a vector, where the block's scale is zero: it decodes to +0.
+template <Code code>
+__device__ __forceinline__ VectorCodes zero_codes() {
+  constexpr std::uint32_t kZero = code == Code::kNf4                                             ? 7u
+                                  : code == Code::kDynamic8                                      ? 127u
+                                                                                                 : 0u;
+  constexpr std::uint32_t kWord = kZero * (kIsNibble<code> ? 0x11111111u : 0x01010101u);
+  return {kWord, kWord};
+}
+
+// --- elements stored as they are ---
+
+/// From this magnitude on, and for NaN, storing as `Element` has something to count.
+template <typename Element>
+inline constexpr float kFirstOverflow = 0x1.0p127f;
+template <>
+inline constexpr float kFirstOverflow<Fp16> = 32768.0f;
+
+template <typename Element>
+__device__ __forceinline__ Element narrow_exactly(float x) {
+  if constexpr (std::is_same_v<Element, Bf16>) return to_bf16(x);
+  if constexpr (std::is_same_v<Element, Fp16>) return to_fp16(x);
+  if constexpr (std::is_same_v<Element, float>) return x;
+}
+
+template <typename Element>
+__device__ __forceinline__ void encode_exact(const QuantView& view, const Group& group,
+                                             const GroupValues& values, LaneCounts& counts) {
+  auto* const row = reinterpret_cast<Element*>(group.codes) - group.column;
+  float largest = 0.0f;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) largest = max_or_nan(largest, fabsf(values[chunk][i]));
+  }
+  if constexpr (!std::is_same_v<Element, Fp16>) {
+    if (largest < kFirstOverflow<Element>) {
+      store_group(group, row, view.aligned, values);
+      return;
+    }
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i >= vector_count(group, chunk)) continue;
+      const float x = values[chunk][i];
+      const Element stored = narrow_exactly<Element>(x);  // keeps the payload of NaN, as the CPU does
+      const bool finite = fabsf(x) <= FLT_MAX;
+      counts.non_finite += finite ? 0 : 1;
+      counts.saturated += finite && !(fabsf(to_float(stored)) <= FLT_MAX) ? 1 : 0;
+      row[group.column + vector_begin(chunk) + i] = stored;
+    }
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ void decode_exact(const QuantView& view, const Group& group,
+                                             GroupValues& values) {
+  load_group(group, reinterpret_cast<const Element*>(group.codes) - group.column, view.aligned, values);
+}
+
+// --- groups ---
+
+/// Counts NaN and Inf and takes the maxima over the other elements.
+__device__ __forceinline__ void count_non_finite(const GroupValues& values, bool is_unsigned,
+                                                 float (&largest)[kChunks], LaneCounts& counts) {
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float x = values[chunk][i];
+      const bool finite = fabsf(x) <= FLT_MAX;
+      counts.non_finite += finite ? 0 : 1;
+      most = finite ? fmaxf(most, is_unsigned ? x : fabsf(x)) : most;
+    }
+    largest[chunk] = most;
+  }
+}
+
+/// What encoding a group needs to know of its blocks.
+struct BlockScales {
+  OwnedBlocks scale;       // as stored
+  OwnedBlocks reciprocal;  // 1 / scale; 0 where the scale is zero
+};
+
+/// Rounds and stores the scales that stand for `scale` (signed) and counts flushed blocks.
+__device__ __forceinline__ BlockScales store_scales(const QuantView& view, const Group& group,
+                                                    float maximum, OwnedBlocks scale,
+                                                    LaneCounts& counts) {
+  Bf16 super{0};
+  if (view.scale == ScaleType::kTwoLevel) {
+    const float largest = fmaxf(fabsf(scale.value[0]), fabsf(scale.value[1]));
+    // Numbers that are not negative are ordered like their bits.
+    super = stored_super_scale(
+        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest))));
+    if (lane_index() == 0) *group.super = super;
+  }
+  BlockScales stored{scale, {{0.0f, 0.0f}}};
+  const int owned = answers_for_two(view) ? 2 : 1;
+#pragma unroll 1
+  for (int which = 0; which < owned; ++which) {
+    const float exact = which == 0 ? scale.value[0] : scale.value[1];
+    const int block = owned_block(view, which);
+    const bool stores = leads(view) && block << view.block_shift < group.count;
+    float rounded;
+    if (view.scale == ScaleType::kTwoLevel) {
+      const std::uint8_t code = stored_block_scale(exact, super, maximum);
+      rounded = two_level_scale(code, super);
+      if (stores) reinterpret_cast<std::uint8_t*>(group.scales)[block] = code;
+    } else if (view.scale == ScaleType::kBf16) {
+      const Bf16 code = stored_scale_bf16(exact, maximum);
+      rounded = to_float(code);
+      if (stores) reinterpret_cast<Bf16*>(group.scales)[block] = code;
+    } else {
+      rounded = stored_scale_fp32(exact, maximum);
+      if (stores) reinterpret_cast<float*>(group.scales)[block] = rounded;
+    }
+    const float reciprocal = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+    (which == 0 ? stored.scale.value[0] : stored.scale.value[1]) = rounded;
+    (which == 0 ? stored.reciprocal.value[0] : stored.reciprocal.value[1]) = reciprocal;
+  }
+  return stored;
+}
+
+/// Blocks that hold something and whose scale came out as zero; elements above what a block can hold.
+__device__ __forceinline__ void count_losses(const QuantView& view, const GroupValues& values,
+                                             float maximum, const OwnedBlocks& absmax,
+                                             const BlockScales& scales, LaneCounts& counts) {
+  OwnedBlocks limit;
+  bool exceeds = false;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const float scale = scales.scale.value[which];
+    const bool zero = scale == 0.0f;
+    const bool counted = leads(view) && (which == 0 || answers_for_two(view));
+    counts.flushed_blocks += counted && zero && absmax.value[which] > 0.0f ? 1 : 0;
+    limit.value[which] = zero ? FLT_MAX : kSaturationMargin * (maximum * fabsf(scale));
+    exceeds = exceeds || absmax.value[which] > limit.value[which];
+  }
+  if (!__any_sync(kWholeWarp, exceeds)) return;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const float most = value_of(view, limit, chunk);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float magnitude = fabsf(values[chunk][i]);
+      counts.saturated += magnitude > most && magnitude <= FLT_MAX ? 1 : 0;
+    }
+  }
+}
+
+template <Code code>
+__device__ __forceinline__ void encode_blocks(const QuantView& view, const Group& group,
+                                              const GroupValues& values, LaneCounts& counts) {
+  float largest[kChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    largest[chunk] = fabsf(values[chunk][0]);
+#pragma unroll
+    for (int i = 1; i < kVector; ++i) {
+      largest[chunk] = max_or_nan(largest[chunk], fabsf(values[chunk][i]));
+    }
+  }
+  const float most =
+      max_or_nan(max_or_nan(largest[0], largest[1]), max_or_nan(largest[2], largest[3]));
+  const bool finite = __all_sync(kWholeWarp, most <= FLT_MAX);
+  if (!finite) count_non_finite(values, false, largest, counts);
+
+  constexpr float maximum = code_maximum(code);
+  const OwnedBlocks absmax = reduce_max(view, largest);
+  const OwnedBlocks exact{{absmax.value[0] / maximum, absmax.value[1] / maximum}};
+  const BlockScales scales = store_scales(view, group, maximum, exact, counts);
+  count_losses(view, values, maximum, absmax, scales, counts);
+
+  const float midpoint = midpoint_of_lane<code>();
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const float reciprocal = value_of(view, scales.reciprocal, chunk);
+    float y[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) y[i] = values[chunk][i] * reciprocal;
+    if (!finite) {  // NaN gets the code of zero
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) y[i] = values[chunk][i] == values[chunk][i] ? y[i] : 0.0f;
+    }
+    VectorCodes codes = encode_vector<code>(y, midpoint);
+    if (reciprocal == 0.0f) codes = zero_codes<code>();
+    store_codes<code>(view, group, vector_begin(chunk), vector_count(group, chunk), codes);
+  }
+}
+
+template <Code code>
+__device__ __forceinline__ void decode_blocks(const QuantView& view, const Group& group,
+                                              GroupValues& values) {
+  VectorCodes codes[kChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    codes[chunk] = load_codes<code>(view, group, vector_begin(chunk), vector_count(group, chunk));
+  }
+  const OwnedBlocks scales = load_scales(view, group);
+  const float level = level_of_lane<code>();
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const float scale = value_of(view, scales, chunk);
+    if (scale == 0.0f) codes[chunk] = zero_codes<code>();  // also behind the end
+    decode_vector<code>(codes[chunk], level, values[chunk]);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values[chunk][i] *= scale;
+    if (const int count = vector_count(group, chunk); count < kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[chunk][i] = i < count ? values[chunk][i] : 0.0f;
+    }
+  }
+}
+
+/// Every code and rounding. Out of line, so that what is rarely used takes no registers of the kernels,
+/// and element by element, so that it is small.
+__device__ __noinline__ void encode_rarely_used(const QuantView& view, const Group& group,
+                                                const float* values, const RandomWords& key_words,
+                                                LaneCounts& counts) {
+  const GroupValues& x = *reinterpret_cast<const GroupValues*>(values);
+  if (view.code == Code::kFp32) return encode_exact<float>(view, group, x, counts);
+  if (view.code == Code::kBf16) return encode_exact<Bf16>(view, group, x, counts);
+  if (view.code == Code::kFp16) return encode_exact<Fp16>(view, group, x, counts);
+
+  const bool is_unsigned = view.code == Code::kDynamic8Unsigned;
+  const float maximum = code_maximum(view.code);
+  float largest[kChunks];
+  count_non_finite(x, is_unsigned, largest, counts);
+  const OwnedBlocks absmax = reduce_max(view, largest);
+  OwnedBlocks exact{{absmax.value[0] / maximum, absmax.value[1] / maximum}};
+  if (view.code == Code::kInt4FullRange) {
+    // The largest element gets code -8, whatever its sign; between +absmax and -absmax the latter. The
+    // sign of a zero scale is not stored.
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const float lowest = -value_of(view, absmax, chunk);
+      bool found = false;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) found = found || x[chunk][i] == lowest;
+      const std::uint32_t lanes = __ballot_sync(kWholeWarp, found);
+      const int width = view.block / kVector, first = lane_index() & ~(width - 1);
+      const bool in_block = (lanes >> first & ((2u << (width - 1)) - 1)) != 0;
+      for (int which = 0; which < 2; ++which) {
+        if (owned_chunk(view, which) != chunk || in_block) continue;
+        if (which == 0) exact.value[0] = -exact.value[0];
+        if (which == 1 && answers_for_two(view)) exact.value[1] = -exact.value[1];
+      }
+    }
+  }
+  const BlockScales scales = store_scales(view, group, maximum, exact, counts);
+  count_losses(view, x, maximum, absmax, scales, counts);
+
+  const bool stochastic = view.rounding == Rounding::kStochastic;
+  const std::uint32_t zero = encode_any(view.code, 0.0f);
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const float reciprocal = value_of(view, scales.reciprocal, chunk);
+    const int begin = vector_begin(chunk), count = vector_count(group, chunk);
+    const auto element =
+        static_cast<std::uint64_t>(group.row * view.row_length + group.column + begin);
+    VectorCodes bytes;
+    std::uint32_t nibbles = 0, fifth = 0, sixth = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const float value = values[chunk * kVector + i];
+      if (is_unsigned) counts.saturated += value < 0.0f && value >= -FLT_MAX ? 1 : 0;
+      std::uint32_t code = zero;
+      if (reciprocal != 0.0f) {
+        const float y = value == value ? value * reciprocal : 0.0f;
+        code = stochastic
+                   ? encode_any(view.code, y, key_words, element + static_cast<std::uint64_t>(i))
+                   : encode_any(view.code, y);
+      }
+      (i < 4 ? bytes.low : bytes.high) |= code << (8 * (i % 4));
+      nibbles |= (code & 0xFu) << (4 * i);
+      fifth |= (code >> 4 & 1u) << i;
+      sixth |= (code >> 5 & 1u) << i;
+    }
+    if (count == 0) continue;
+    if (view.code >= Code::kInt8) {
+      store_bytes(group.codes + begin, view.aligned, count, bytes);
+      continue;
+    }
+    store_nibbles(group.codes + begin / 2, view.aligned, count, nibbles);
+    if (extra_bits(view.code) > 0) group.bits[begin / 8] = static_cast<std::uint8_t>(fifth);
+    if (extra_bits(view.code) > 1) {
+      group.bits[group.bits_stride + begin / 8] = static_cast<std::uint8_t>(sixth);
+    }
+  }
+}
+
+__device__ __noinline__ void decode_rarely_used(const QuantView& view, const Group& group,
+                                                float* values) {
+  GroupValues& x = *reinterpret_cast<GroupValues*>(values);
+  if (view.code == Code::kFp32) return decode_exact<float>(view, group, x);
+  if (view.code == Code::kBf16) return decode_exact<Bf16>(view, group, x);
+  if (view.code == Code::kFp16) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const auto* const from = reinterpret_cast<const Fp16*>(group.codes) + vector_begin(chunk);
+      for (int i = 0; i < kVector; ++i) {
+        x[chunk][i] = i < vector_count(group, chunk) ? to_float(from[i]) : 0.0f;
+      }
+    }
+    return;
+  }
+  const OwnedBlocks scales = load_scales(view, group);
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const float scale = value_of(view, scales, chunk);
+    const int begin = vector_begin(chunk), count = vector_count(group, chunk);
+    VectorCodes bytes;
+    std::uint32_t nibbles = 0, fifth = 0, sixth = 0;
+    if (count > 0) {
+      if (view.code >= Code::kInt8) {
+        bytes = load_bytes(group.codes + begin, view.aligned, count);
+      } else {
+        nibbles = load_nibbles(group.codes + begin / 2, view.aligned, count);
+        if (extra_bits(view.code) > 0) fifth = group.bits[begin / 8];
+        if (extra_bits(view.code) > 1) sixth = group.bits[group.bits_stride + begin / 8];
+      }
+    }
+#pragma unroll 1
+    for (int i = 0; i < kVector; ++i) {
+      const std::uint32_t code =
+          view.code >= Code::kInt8
+              ? (i < 4 ? bytes.low : bytes.high) >> (8 * (i % 4)) & 0xFFu
+              : (nibbles >> (4 * i) & 0xFu) | (fifth >> i & 1u) << 4 | (sixth >> i & 1u) << 5;
+      x[chunk][i] = scale == 0.0f || i >= count ? 0.0f : decode_any(view.code, code) * scale;
+    }
   }
 }
 
 }  // namespace group_detail
 
 /// values = the lane's elements of the group, of a quantised or an exact tensor; zero behind its end.
+/// code: kAnyCode, which branches at run time, or view.path; kSharedPath serves every format.
+template <Code code = kAnyCode>
 __device__ __forceinline__ void decode_group(const QuantView& view, const Group& group,
                                              GroupValues& values) {
   using namespace group_detail;
-  if (is_exact(view.code)) {
-    // group.codes points at the group's first element: a row that starts `column` before it.
-    if (view.code == Code::kBf16) {
-      load_group(group, reinterpret_cast<const Bf16*>(group.codes) - group.column, view.aligned, values);
-    } else if (view.code == Code::kFp32) {
-      load_group(group, reinterpret_cast<const float*>(group.codes) - group.column, view.aligned,
-                 values);
-    } else {
+  if constexpr (code == Code::kFp32) {
+    decode_exact<float>(view, group, values);
+  } else if constexpr (code == Code::kBf16) {
+    decode_exact<Bf16>(view, group, values);
+  } else if constexpr (code != kAnyCode && code != kSharedPath) {
+    decode_blocks<code>(view, group, values);
+  } else if (code == kAnyCode && view.path == Code::kNf4) {
+    decode_blocks<Code::kNf4>(view, group, values);
+  } else if (code == kAnyCode && view.path == Code::kE4m3) {
+    decode_blocks<Code::kE4m3>(view, group, values);
+  } else if (code == kAnyCode && view.path == Code::kBf16) {
+    decode_exact<Bf16>(view, group, values);
+  } else if (code == kAnyCode && view.path == Code::kFp32) {
+    decode_exact<float>(view, group, values);
+  } else {
+    float decoded[kChunks * kVector];
+    decode_rarely_used(view, group, decoded);
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const auto* const from = reinterpret_cast<const Fp16*>(group.codes) + vector_begin(chunk);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          values[chunk][i] = i < vector_count(group, chunk) ? to_float(from[i]) : 0.0f;
-        }
-      }
-    }
-    return;
-  }
-  const float super_scale = view.scale == ScaleType::kTwoLevel ? to_float(*group.super) : 0.0f;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int begin = vector_begin(chunk), count = vector_count(group, chunk);
-    std::uint32_t codes[kVector];
-    load_codes(view, group, begin, count, codes);
-    const float scale = count == 0 ? 0.0f : load_scale(view, group, begin, super_scale);
-    for_code(view.code, [&]<Code code>() { decode_vector<code>(codes, scale, values[chunk]); });
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (scale == 0.0f || i >= count) values[chunk][i] = 0.0f;
+      for (int i = 0; i < kVector; ++i) values[chunk][i] = decoded[chunk * kVector + i];
     }
   }
 }
 
-/// Quantises the lane's elements into the group; NaN becomes zero, Inf the block's largest value.
-/// key_words: mixed_key of the rounding key, read under stochastic rounding only. All lanes of the warp
-/// take part.
+/// Quantises the lane's elements into the group; NaN becomes zero, Inf the block's largest value. What
+/// stands behind the group's end must be +0. key_words: mixed_key of the rounding key, read under
+/// stochastic rounding only.
+template <Code code = kAnyCode>
 __device__ __forceinline__ void encode_group(const QuantView& view, const Group& group,
                                              const GroupValues& values, const RandomWords& key_words,
                                              LaneCounts& counts) {
   using namespace group_detail;
-  if (is_exact(view.code)) {
+  if constexpr (code == Code::kFp32) {
+    encode_exact<float>(view, group, values, counts);
+  } else if constexpr (code == Code::kBf16) {
+    encode_exact<Bf16>(view, group, values, counts);
+  } else if constexpr (code != kAnyCode && code != kSharedPath) {
+    encode_blocks<code>(view, group, values, counts);
+  } else if (code == kAnyCode && view.path == Code::kNf4) {
+    encode_blocks<Code::kNf4>(view, group, values, counts);
+  } else if (code == kAnyCode && view.path == Code::kE4m3) {
+    encode_blocks<Code::kE4m3>(view, group, values, counts);
+  } else if (code == kAnyCode && view.path == Code::kBf16) {
+    encode_exact<Bf16>(view, group, values, counts);
+  } else if (code == kAnyCode && view.path == Code::kFp32) {
+    encode_exact<float>(view, group, values, counts);
+  } else {
+    float copied[kChunks * kVector];  // registers cannot be passed by address
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const int count = vector_count(group, chunk);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float x = values[chunk][i];
-        const bool finite = fabsf(x) <= FLT_MAX;
-        float stored = x;
-        if (view.code == Code::kBf16) stored = to_float(to_bf16(x));
-        if (view.code == Code::kFp16) stored = to_float(to_fp16(x));
-        if (i < count) {
-          counts.non_finite += finite ? 0 : 1;
-          counts.saturated += finite && !(fabsf(stored) <= FLT_MAX) ? 1 : 0;
-        }
-      }
+      for (int i = 0; i < kVector; ++i) copied[chunk * kVector + i] = values[chunk][i];
     }
-    if (view.code == Code::kFp32) {
-      store_group(group, reinterpret_cast<float*>(group.codes) - group.column, view.aligned, values);
-    } else if (view.code == Code::kBf16) {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        auto* const to = reinterpret_cast<Bf16*>(group.codes) + vector_begin(chunk);
-        if (view.aligned && vector_count(group, chunk) == kVector) {
-          std::uint32_t words[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {  // to_bf16 keeps the payload of NaN, as the CPU does
-            words[i] = std::uint32_t{to_bf16(values[chunk][2 * i]).bits} |
-                       std::uint32_t{to_bf16(values[chunk][2 * i + 1]).bits} << 16;
-          }
-          *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            if (i < vector_count(group, chunk)) to[i] = to_bf16(values[chunk][i]);
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        auto* const to = reinterpret_cast<Fp16*>(group.codes) + vector_begin(chunk);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          if (i < vector_count(group, chunk)) to[i] = to_fp16(values[chunk][i]);
-        }
-      }
-    }
-    return;
-  }
-
-  const bool is_unsigned = view.code == Code::kDynamic8Unsigned;
-  const int lanes = view.block / kVector;  // of a block
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
-  const float maximum = code_maximum(view.code);
-  float absmax[kChunks], scale[kChunks];
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const float x = values[chunk][i];
-      const float magnitude = is_unsigned ? x : fabsf(x);
-      const bool finite = fabsf(x) <= FLT_MAX;
-      counts.non_finite += finite ? 0 : 1;
-      largest = finite && magnitude > largest ? magnitude : largest;
-    }
-    absmax[chunk] = block_max(largest, lanes);
-    scale[chunk] = absmax[chunk] / maximum;
-    if (view.code == Code::kInt4FullRange) {
-      // The largest element gets code -8, whatever its sign; between +absmax and -absmax the latter.
-      float is_lowest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i)
-        is_lowest = values[chunk][i] == -absmax[chunk] ? 1.0f : is_lowest;
-      // Where the block is cut short, zeros behind its end count as elements only if absmax is zero:
-      // then the sign of a zero scale is that of the CPU, which compares 0 == -0 as well.
-      if (block_max(is_lowest, lanes) == 0.0f) scale[chunk] = -scale[chunk];
-    }
-  }
-
-  float super_scale = 0.0f;
-  Bf16 super{0};
-  if (view.scale == ScaleType::kTwoLevel) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) largest = fmaxf(largest, fabsf(scale[chunk]));
-    super = stored_super_scale(warp_max(largest));
-    super_scale = to_float(super);
-    if (lane == 0) *group.super = super;
-  }
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int begin = vector_begin(chunk), count = vector_count(group, chunk);
-    const int block = begin / view.block;
-    const bool leads = lane % lanes == 0 && count > 0;
-    if (view.scale == ScaleType::kTwoLevel) {
-      const std::uint8_t stored = stored_block_scale(scale[chunk], super, maximum);
-      scale[chunk] = decode<Code::kE4m3>(stored) * super_scale;
-      if (leads) reinterpret_cast<std::uint8_t*>(group.scales)[block] = stored;
-    } else if (view.scale == ScaleType::kBf16) {
-      const Bf16 stored = stored_scale_bf16(scale[chunk], maximum);
-      scale[chunk] = to_float(stored);
-      if (leads) reinterpret_cast<Bf16*>(group.scales)[block] = stored;
-    } else {
-      scale[chunk] = stored_scale_fp32(scale[chunk], maximum);
-      if (leads) reinterpret_cast<float*>(group.scales)[block] = scale[chunk];
-    }
-    const bool zero = scale[chunk] == 0.0f;
-    if (zero) {
-      counts.flushed_blocks += leads && absmax[chunk] > 0.0f ? 1 : 0;
-    } else {
-      const float limit = kSaturationMargin * (maximum * fabsf(scale[chunk]));
-      if (absmax[chunk] > limit) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          counts.saturated +=
-              fabsf(values[chunk][i]) > limit && fabsf(values[chunk][i]) <= FLT_MAX ? 1 : 0;
-        }
-      }
-    }
-    if (is_unsigned) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        counts.saturated += values[chunk][i] < 0.0f && values[chunk][i] >= -FLT_MAX ? 1 : 0;
-      }
-    }
-
-    // NaN and what stands in a block whose scale is zero get the code of zero.
-    const float r = 1.0f / scale[chunk];
-    float y[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const float x = values[chunk][i];
-      y[i] = zero || x != x ? 0.0f : x * r;
-    }
-    std::uint64_t codes;
-    const bool stochastic = view.rounding == Rounding::kStochastic && !zero;
-    if (view.code == Code::kNf4 && !stochastic) {
-      codes = encode_nearest<Code::kNf4>(y);
-    } else if (view.code == Code::kE4m3 && !stochastic) {
-      codes = encode_nearest<Code::kE4m3>(y);
-    } else {
-      codes =
-          encode_any(view.code, stochastic, y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7], key_words,
-                     static_cast<std::uint64_t>(group.row * view.row_length + group.column + begin));
-    }
-    if (count > 0) store_codes(view, group, begin, count, codes);
+    LaneCounts counted;
+    encode_rarely_used(view, group, copied, key_words, counted);
+    counts.non_finite += counted.non_finite;
+    counts.saturated += counted.saturated;
+    counts.flushed_blocks += counted.flushed_blocks;
   }
 }
 

@@ -5,7 +5,8 @@
 //   accumulate   main = Q(Q^-1(main) + addend), block scales fresh, the sum in FP32
 //
 // A warp works on one group of up to 1,024 elements at a time (group_codec.cuh); the warps of the grid
-// share out the groups of the tensor.
+// share out the groups of the tensor. What is used in training has kernels of its own; any other format
+// goes through the path that all share.
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_codec.cuh"
 #include "backend/operand_checks.h"
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
+// Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs.
+constexpr int kResidentBlocks = 3;
 
 unsigned blocks_for(const QuantView& view) {
   constexpr std::int64_t kWarps = kThreads / kWarp;
@@ -31,46 +34,77 @@ __device__ __forceinline__ void for_each_group(const QuantView& view, Visit visi
   }
 }
 
-template <typename Storage>
-__global__ void __launch_bounds__(kThreads)
+template <Code code, typename Storage>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const Storage* source, bool aligned, QuantView view, RandomWords key,
                     std::int64_t* counters) {
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
     load_group(group, source + group.row * view.row_length, aligned, values);
-    encode_group(view, group, values, key, counts);
+    encode_group<code>(view, group, values, key, counts);
   });
   counts.add_to(counters);
 }
 
-template <typename Storage>
-__global__ void __launch_bounds__(kThreads)
+template <Code code, typename Storage>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(QuantView view, Storage* destination, bool aligned) {
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
-    decode_group(view, group, values);
+    decode_group<code>(view, group, values);
     store_group(group, destination + group.row * view.row_length, aligned, values);
   });
 }
 
-template <typename Storage>
-__global__ void __launch_bounds__(kThreads)
+template <Code code, typename Storage>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     accumulate_kernel(const Storage* addend, bool aligned, QuantView view, RandomWords key,
                       std::int64_t* counters) {
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
     GroupValues values, added;
-    decode_group(view, group, values);
     load_group(group, addend + group.row * view.row_length, aligned, added);
+    decode_group<code>(view, group, values);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) values[chunk][i] += added[chunk][i];
     }
-    encode_group(view, group, values, key, counts);
+    encode_group<code>(view, group, values, key, counts);
   });
   counts.add_to(counters);
+}
+
+/// Calls run.operator()<code>() for the path of an activation's format: the list of instances.
+template <typename Storage, typename Run>
+void for_activation_path(const QuantView& view, Run run) {
+  switch (view.path) {
+    case Code::kNf4: return run.template operator()<Code::kNf4>();
+    case Code::kE4m3: return run.template operator()<Code::kE4m3>();
+    default: break;
+  }
+  if constexpr (std::is_same_v<Storage, Bf16>) {
+    switch (view.path) {
+      case Code::kBf16: return run.template operator()<Code::kBf16>();
+      case Code::kE2m1: return run.template operator()<Code::kE2m1>();
+      case Code::kBnbFp4: return run.template operator()<Code::kBnbFp4>();
+      case Code::kInt8: return run.template operator()<Code::kInt8>();
+      default: break;
+    }
+  }
+  run.template operator()<kSharedPath>();
+}
+
+/// The same for a gradient's.
+template <typename Run>
+void for_gradient_path(const QuantView& view, Run run) {
+  switch (view.path) {
+    case Code::kE4m3: return run.template operator()<Code::kE4m3>();
+    case Code::kInt8: return run.template operator()<Code::kInt8>();
+    case Code::kDynamic8: return run.template operator()<Code::kDynamic8>();
+    default: return run.template operator()<kSharedPath>();
+  }
 }
 
 std::int64_t* counters_of(const Tensor& counters) {
@@ -91,9 +125,11 @@ void CudaBackend::quantize(const Context& context, const Tensor& source, const Q
   if (context.workspace.is_measuring() || source.count() == 0) return;
   const QuantView view = view_of(destination);
   for_storage("quantize", source.type, [&]<typename Storage>() {
-    quantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+    for_activation_path<Storage>(view, [&]<Code code>() {
+      quantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
         source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
         mixed_key(key), counters_of(counters));
+    });
   });
   expect_launched("quantize");
 }
@@ -105,8 +141,10 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   if (context.workspace.is_measuring() || destination.count() == 0) return;
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
-    dequantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+    for_activation_path<Storage>(view, [&]<Code code>() {
+      dequantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
         view, destination.as<Storage>(), vector_aligned<Storage>(destination.data, view.segment_length));
+    });
   });
   expect_launched("dequantize");
 }
@@ -119,9 +157,11 @@ void CudaBackend::accumulate(const Context& context, const Tensor& addend, const
   if (context.workspace.is_measuring() || addend.count() == 0) return;
   const QuantView view = view_of(main);
   for_storage("accumulate", addend.type, [&]<typename Storage>() {
-    accumulate_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+    for_gradient_path(view, [&]<Code code>() {
+      accumulate_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
         addend.as<Storage>(), vector_aligned<Storage>(addend.data, view.segment_length), view,
         mixed_key(key), counters_of(counters));
+    });
   });
   expect_launched("accumulate");
 }

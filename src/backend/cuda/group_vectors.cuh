@@ -1,0 +1,182 @@
+// Pieces of a group (group_codec.cuh) for kernels that compute on it: one lane's vector of eight at a
+// time, and vectors kept as they lie in memory, so that what is loaded early and used late takes half
+// the registers in BF16.
+#pragma once
+
+#include <type_traits>
+
+#include "backend/cuda/group_codec.cuh"
+
+namespace agoq::cuda {
+
+/// Kernels that fuse arithmetic with the codec exist for the formats of activations and, in FP32, for
+/// the default one; every other combination takes the plain composition. Calls run.operator()<code>()
+/// for the path of `view` (group_codec.cuh) and says whether there is one.
+template <typename Storage, typename Run>
+bool for_fused_path(const QuantView& view, Run run) {
+  if constexpr (std::is_same_v<Storage, Bf16>) {
+    switch (view.path) {
+      case Code::kBf16: return run.template operator()<Code::kBf16>(), true;
+      case Code::kNf4: return run.template operator()<Code::kNf4>(), true;
+      case Code::kE2m1: return run.template operator()<Code::kE2m1>(), true;
+      case Code::kBnbFp4: return run.template operator()<Code::kBnbFp4>(), true;
+      case Code::kInt8: return run.template operator()<Code::kInt8>(), true;
+      default: return false;
+    }
+  } else {
+    switch (view.path) {
+      case Code::kFp32: return run.template operator()<Code::kFp32>(), true;
+      case Code::kNf4: return run.template operator()<Code::kNf4>(), true;
+      default: return false;
+    }
+  }
+}
+struct DoNothing {
+  template <Code code>
+  void operator()() const {}
+};
+inline bool has_fused_path(std::string_view operation, ElementType type, const QuantView& view) {
+  bool has = false;
+  for_storage(operation, type,
+              [&]<typename Storage>() { has = for_fused_path<Storage>(view, DoNothing()); });
+  return has;
+}
+
+/// Eight elements as they lie in memory.
+template <typename Storage>
+struct PackedVector;
+template <>
+struct PackedVector<Bf16> {
+  std::uint32_t words[kVector / 2];  // element 2i in the low half of word i
+};
+template <>
+struct PackedVector<float> {
+  float elements[kVector];
+};
+/// One lane's share of a group.
+template <typename Storage>
+using PackedGroup = PackedVector<Storage>[kChunks];
+
+__device__ __forceinline__ void load_packed(const Bf16* from, PackedVector<Bf16>& to) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  to.words[0] = bits.x, to.words[1] = bits.y, to.words[2] = bits.z, to.words[3] = bits.w;
+}
+__device__ __forceinline__ void load_packed(const float* from, PackedVector<float>& to) {
+  load_vector(from, to.elements);
+}
+/// The first `count` elements, zeros behind them.
+__device__ __forceinline__ void load_packed(const Bf16* from, int count, PackedVector<Bf16>& to) {
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    const std::uint32_t low = 2 * i < count ? from[2 * i].bits : 0u;
+    const std::uint32_t high = 2 * i + 1 < count ? from[2 * i + 1].bits : 0u;
+    to.words[i] = low | high << 16;
+  }
+}
+__device__ __forceinline__ void load_packed(const float* from, int count, PackedVector<float>& to) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to.elements[i] = i < count ? from[i] : 0.0f;
+}
+__device__ __forceinline__ void widen(const PackedVector<Bf16>& from, float (&to)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    to[2 * i] = __uint_as_float(from.words[i] << 16);
+    to[2 * i + 1] = __uint_as_float(from.words[i] & 0xFFFF0000u);
+  }
+}
+__device__ __forceinline__ void widen(const PackedVector<float>& from, float (&to)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to[i] = from.elements[i];
+}
+
+__device__ __forceinline__ void pack(const float (&from)[kVector], PackedVector<Bf16>& to) {
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+  }
+}
+__device__ __forceinline__ void pack(const float (&from)[kVector], PackedVector<float>& to) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to.elements[i] = from[i];
+}
+__device__ __forceinline__ void store_packed(const PackedVector<Bf16>& from, Bf16* to) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(from.words[0], from.words[1], from.words[2], from.words[3]);
+}
+__device__ __forceinline__ void store_packed(const PackedVector<float>& from, float* to) {
+  store_vector(from.elements, to);
+}
+__device__ __forceinline__ void store_packed(const PackedVector<Bf16>& from, int count, Bf16* to) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < count) to[i].bits = static_cast<std::uint16_t>(from.words[i / 2] >> (16 * (i % 2)));
+  }
+}
+__device__ __forceinline__ void store_packed(const PackedVector<float>& from, int count, float* to) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < count) to[i] = from.elements[i];
+  }
+}
+
+/// The lane's elements of row `row`, as load_group reads them. All loads are issued before any is used.
+template <typename Storage>
+__device__ __forceinline__ void load_packed_group(const Group& group, const Storage* row, bool aligned,
+                                                  PackedGroup<Storage>& to) {
+  const Storage* const begin = row + group.column;
+  if (aligned && group.count == kSuperBlock) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) load_packed(begin + vector_begin(chunk), to[chunk]);
+    return;
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const int count = vector_count(group, chunk);
+    const Storage* const from = begin + vector_begin(chunk);
+    if (aligned && count == kVector) {
+      load_packed(from, to[chunk]);
+    } else {
+      load_packed(from, count, to[chunk]);
+    }
+  }
+}
+
+/// Vector `chunk` of the lane's elements of row `row`; zeros behind the group's end.
+template <typename Storage>
+__device__ __forceinline__ void load_part(const Group& group, const Storage* row, bool aligned,
+                                          int chunk, float (&to)[kVector]) {
+  const int count = vector_count(group, chunk);
+  const Storage* const from = row + group.column + vector_begin(chunk);
+  if (aligned && count == kVector) {
+    load_vector(from, to);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) to[i] = i < count ? load(from[i]) : 0.0f;
+  }
+}
+template <typename Storage>
+__device__ __forceinline__ void store_packed_part(const Group& group, Storage* row, bool aligned,
+                                                  int chunk, const PackedVector<Storage>& from) {
+  const int count = vector_count(group, chunk);
+  Storage* const to = row + group.column + vector_begin(chunk);
+  if (aligned && count == kVector) {
+    store_packed(from, to);
+  } else {
+    store_packed(from, count, to);
+  }
+}
+template <typename Storage>
+__device__ __forceinline__ void store_part(const Group& group, Storage* row, bool aligned, int chunk,
+                                           const float (&from)[kVector]) {
+  const int count = vector_count(group, chunk);
+  Storage* const to = row + group.column + vector_begin(chunk);
+  if (aligned && count == kVector) {
+    store_vector(from, to);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i < count) store(from[i], to[i]);
+    }
+  }
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,249 @@
+// Gated activation. gate_up [N, 2I] holds gate g then up u; with s = 1 / (1 + exp(-g)):
+//   hidden = g s u          dg = dhidden u s (1 + g (1 - s))          du = dhidden g s
+//
+// Ownership. A warp takes a pair of groups of up to 1,024 elements (group_codec.cuh): one of a row's
+// gate and the one of its up at the same columns, so that the packed gate_up, whose grid has gate's
+// segments first, is made and read in the pass that computes. Both are read before anything is written:
+// dgate_up may be gate_up itself. The warps of the grid share out the pairs.
+//
+// exp and the division are the hardware's approximations. With e = exp(-|g|) as 2^(-|g| log2 e), the
+// product's rounding moves e by at most |g| 2^-24 relatively, ex2 and rcp by 2^-22 each, and e <= 1
+// enters as 1 / (1 + e) and e / (1 + e): for |g| <= 10 the error of s is under 1e-6, and past that,
+// where g is negative, s itself is under 5e-5. e under 2^-126 (|g| > 87) becomes zero. BF16 rounds by
+// 2e-3.
+//
+// Kernels that read a packed gate_up use what it decodes to, in FP32; the plain composition rounds that
+// to the tensors' type on its way through memory.
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/group_vectors.cuh"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 8;
+
+__device__ __forceinline__ float sigmoid(float x) {
+  constexpr float kLog2E = 1.44269504f;
+  float e, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-fabsf(x) * kLog2E));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
+  return (x < 0.0f ? e : 1.0f) * inverse;
+}
+
+/// The pairs of a launch. `aligned`: every unpacked tensor allows vector accesses.
+struct Pairs {
+  std::int64_t width;    // I
+  std::uint32_t in_row;  // half the groups of a row of gate_up
+  std::uint32_t count;
+  bool aligned;
+};
+
+/// Calls visit(gate, up) with the groups of each pair that the warp owns.
+template <typename Visit>
+__device__ __forceinline__ void for_each_pair(const QuantView& view, const Pairs& pairs, Visit visit) {
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < pairs.count;
+       index += step) {
+    const auto pair = static_cast<std::uint32_t>(index);
+    const std::uint32_t row = pair / pairs.in_row, gate = pair - row * pairs.in_row;
+    visit(group_of(view, row, gate), group_of(view, row, gate + pairs.in_row));
+  }
+}
+
+/// hidden from gate_up, which is quantised into the view when kSave.
+template <typename Storage, bool kSave, Code code>
+__global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
+    forward_kernel(QuantView view, Pairs pairs, const Storage* gate_up, Storage* hidden, RandomWords key,
+                   std::int64_t* counters) {
+  LaneCounts counts;
+  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
+    const Storage* const row = gate_up + gate.row * 2 * pairs.width;
+    PackedGroup<Storage> g_packed, u_packed;
+    load_packed_group(gate, row, pairs.aligned, g_packed);
+    load_packed_group(up, row, pairs.aligned, u_packed);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float g[kVector], u[kVector];
+      widen(g_packed[chunk], g);
+      widen(u_packed[chunk], u);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g[i] = g[i] * sigmoid(g[i]) * u[i];
+      store_part(gate, hidden + gate.row * pairs.width, pairs.aligned, chunk, g);
+    }
+    if constexpr (kSave) {
+      // One copy of the encoder's code for both.
+      Group group = gate;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        GroupValues values;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          widen(g_packed[chunk], values[chunk]);
+          g_packed[chunk] = u_packed[chunk];
+        }
+        encode_group<code>(view, group, values, key, counts);
+        group = up;
+      }
+    }
+  });
+  if constexpr (kSave) counts.add_to(counters);
+}
+
+/// dgate_up, and hidden unless it is null, from a gate_up that is packed or not.
+template <typename Storage, Code code>
+__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
+    backward_kernel(QuantView view, Pairs pairs, const Storage* dhidden, Storage* dgate_up,
+                    Storage* hidden) {
+  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
+    PackedGroup<Storage> dhidden_packed;
+    load_packed_group(gate, dhidden + gate.row * pairs.width, pairs.aligned, dhidden_packed);
+    GroupValues g, u;
+    decode_group<code>(view, gate, g);
+    decode_group<code>(view, up, u);
+    Storage* const row = dgate_up + gate.row * 2 * pairs.width;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float d[kVector], out[kVector];
+      widen(dhidden_packed[chunk], d);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float s = sigmoid(g[chunk][i]);
+        const float activated = g[chunk][i] * s;
+        out[i] = activated * u[chunk][i];
+        u[chunk][i] = d[i] * u[chunk][i] * s * fmaf(g[chunk][i], 1.0f - s, 1.0f);  // dg
+        g[chunk][i] = d[i] * activated;                                            // du
+      }
+      if (hidden != nullptr) {
+        store_part(gate, hidden + gate.row * pairs.width, pairs.aligned, chunk, out);
+      }
+      store_part(gate, row, pairs.aligned, chunk, u[chunk]);
+      store_part(up, row, pairs.aligned, chunk, g[chunk]);
+    }
+  });
+}
+
+/// gate_up as gate's segments and as many of up. An exact tensor lies the same in any grid; a packed one
+/// whose segments are odd in number has groups across the middle of a row.
+QuantView view_of_halves(QuantTensor gate_up) {
+  if (gate_up.format.is_exact()) gate_up.grid.segments = 2;
+  return view_of(gate_up);
+}
+bool is_fused(std::string_view operation, ElementType type, const QuantTensor& gate_up) {
+  if (!gate_up.format.is_exact() && gate_up.grid.segments % 2 != 0) return false;
+  return has_fused_path(operation, type, view_of_halves(gate_up));
+}
+
+Pairs pairs_of(const QuantView& view, const Tensor& hidden, bool aligned) {
+  const std::uint32_t in_row = view.groups_per_row() / 2;
+  return {hidden.width(), in_row, view.groups / 2, aligned};
+}
+
+template <typename Storage>
+bool aligned(const QuantView& view, const Tensor& tensor) {
+  return !tensor || vector_aligned<Storage>(tensor.data, view.segment_length);
+}
+
+unsigned blocks_for(const Pairs& pairs) {
+  constexpr std::int64_t kWarps = kThreads / kWarp;
+  return grid_blocks((std::int64_t{pairs.count} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+}
+
+void refuse_fp64(std::string_view operation, const QuantTensor& tensor) {
+  check(tensor.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
+}
+
+void launch_forward(std::string_view operation, const Context& context, const Tensor& gate_up,
+                    const Tensor& hidden, const QuantTensor& saved, const RandomKey& key,
+                    const Tensor& counters) {
+  const QuantView view = view_of_halves(saved ? saved : as_quant_tensor(gate_up));
+  for_storage(operation, gate_up.type, [&]<typename Storage>() {
+    const Pairs pairs =
+        pairs_of(view, hidden, aligned<Storage>(view, gate_up) && aligned<Storage>(view, hidden));
+    const auto launch = [&](auto kernel) {
+      kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+          view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key),
+          counters ? counters.as<std::int64_t>() : nullptr);
+    };
+    if (saved) {
+      for_fused_path<Storage>(view, [&]<Code code>() { launch(forward_kernel<Storage, true, code>); });
+    } else {
+      launch(forward_kernel<Storage, false, kAnyCode>);
+    }
+  });
+  expect_launched(operation);
+}
+
+void launch_backward(std::string_view operation, const Context& context, const Tensor& dhidden,
+                     const QuantTensor& gate_up, const Tensor& dgate_up, const Tensor& hidden) {
+  const QuantView view = view_of_halves(gate_up);
+  for_storage(operation, dhidden.type, [&]<typename Storage>() {
+    const Pairs pairs = pairs_of(view, dhidden,
+                                 aligned<Storage>(view, dhidden) && aligned<Storage>(view, dgate_up) &&
+                                     aligned<Storage>(view, hidden));
+    for_fused_path<Storage>(view, [&]<Code code>() {
+      backward_kernel<Storage, code><<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+          view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
+          hidden ? hidden.as<Storage>() : nullptr);
+    });
+  });
+  expect_launched(operation);
+}
+
+}  // namespace
+
+void CudaBackend::swiglu_forward(const Context& context, const Tensor& gate_up, const Tensor& hidden) {
+  expect_gate_up("swiglu_forward", gate_up, hidden, "hidden");
+  if (context.workspace.is_measuring() || hidden.count() == 0) return;
+  launch_forward("swiglu_forward", context, gate_up, hidden, {}, {}, {});
+}
+
+void CudaBackend::swiglu_backward(const Context& context, const Tensor& dhidden, const Tensor& gate_up,
+                                  const Tensor& dgate_up, const Tensor& hidden) {
+  const std::int64_t width = expect_gate_up("swiglu_backward", gate_up, dhidden, "dhidden");
+  expect("swiglu_backward", "dgate_up", dgate_up, gate_up.type, gate_up.rows(), 2 * width);
+  if (hidden) expect("swiglu_backward", "hidden", hidden, gate_up.type, gate_up.rows(), width);
+  if (context.workspace.is_measuring() || dhidden.count() == 0) return;
+  launch_backward("swiglu_backward", context, dhidden, as_quant_tensor(gate_up), dgate_up, hidden);
+}
+
+void CudaBackend::swiglu_forward_save(const Context& context, const Tensor& gate_up,
+                                      const Tensor& hidden, const QuantTensor& saved,
+                                      const RandomKey& key, const Tensor& counters) {
+  const char* const operation = "swiglu_forward_save";
+  expect_gate_up(operation, gate_up, hidden, "hidden");
+  expect_counters(operation, counters);
+  if (saved) {
+    expect_same_shape(operation, gate_up, saved);
+    refuse_fp64(operation, saved);
+  }
+  if (context.workspace.is_measuring() || hidden.count() == 0) return;
+  if (saved && !is_fused(operation, gate_up.type, saved)) {
+    Backend::swiglu_forward_save(context, gate_up, hidden, saved, key, counters);
+    return;
+  }
+  launch_forward(operation, context, gate_up, hidden, saved, key, counters);
+}
+
+void CudaBackend::swiglu_backward_saved(const Context& context, const Tensor& dhidden,
+                                        const QuantTensor& gate_up, const Tensor& dgate_up,
+                                        const Tensor& hidden) {
+  const char* const operation = "swiglu_backward_saved";
+  const std::int64_t rows = gate_up.rows(), width = dhidden.width();
+  check(gate_up.width() == 2 * width,
+        "{}: gate_up has {} columns and dhidden {}: twice as many belong there", operation,
+        gate_up.width(), width);
+  expect(operation, "dhidden", dhidden, dhidden.type, rows, width);
+  expect(operation, "dgate_up", dgate_up, dhidden.type, rows, 2 * width);
+  if (hidden) expect(operation, "hidden", hidden, dhidden.type, rows, width);
+  refuse_fp64(operation, gate_up);
+  if (!is_fused(operation, dhidden.type, gate_up)) {
+    Backend::swiglu_backward_saved(context, dhidden, gate_up, dgate_up, hidden);
+    return;
+  }
+  if (context.workspace.is_measuring() || dhidden.count() == 0) return;
+  launch_backward(operation, context, dhidden, gate_up, dgate_up, hidden);
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,42 @@
+// How fast the memory-bound operations are, against a plain copy on the same device.
+//
+// Sizes are those of a LLaMA3-8B layer. `bytes` counts each byte of an operation's operands once per
+// read and once per write, computed from their sizes: traffic beyond that counts against the operation.
+// Operands are random (zeros draw less power and run faster) and rotate among sets larger together than
+// any cache.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+
+namespace agoq {
+
+struct KernelSizes {
+  std::int64_t tokens = 16384;
+  std::int64_t hidden = 4096;
+  std::int64_t feed_forward = 14336;
+  std::int64_t vocabulary = 128256;
+  AttentionShape attention{32, 8, 128};
+
+  /// Rows and columns of the parameter that gradient and optimizer operations work on.
+  std::int64_t parameter_rows() const { return tokens; }
+  /// Tokens whose logits exist at once.
+  std::int64_t loss_rows() const { return tokens < 8 ? 1 : tokens / 8; }
+};
+
+struct KernelTime {
+  std::string name;
+  std::string operands;  // for people: "x [16384, 4096] bf16, saved nf4/32/two-level"
+  std::int64_t bytes = 0;
+  double seconds = 0;
+  double bytes_per_second() const { return static_cast<double>(bytes) / seconds; }
+};
+
+/// Times of all operations; the first is the plain copy. Each is the median of `repeats` timings after a
+/// warm-up. Memory is taken from the backend's allocator, as much as the largest operation needs.
+std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats = 9);
+
+}  // namespace agoq

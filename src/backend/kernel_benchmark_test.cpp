@@ -1,0 +1,82 @@
+// The kernel benchmark: it runs every operation, and counts each byte once.
+#include "backend/kernel_benchmark.h"
+
+#include <gtest/gtest.h>
+
+#include "backend/operation_testing.h"
+
+namespace agoq {
+namespace {
+
+constexpr KernelSizes kSmall{
+    .tokens = 32, .hidden = 128, .feed_forward = 192, .vocabulary = 100, .attention = {4, 2, 16}};
+
+TEST(KernelBenchmark, TimesEveryOperation) {
+  const std::vector<KernelTime> times = measure_kernels(cpu_backend(), kSmall, 3);
+  std::vector<std::string> names;
+  for (const KernelTime& time : times) {
+    SCOPED_TRACE(time.name);
+    names.push_back(time.name);
+    EXPECT_GT(time.seconds, 0);
+    EXPECT_LT(time.seconds, 1);
+    EXPECT_GT(time.bytes, 0);
+    EXPECT_FALSE(time.operands.empty());
+  }
+  const std::vector<std::string> expected{"copy",
+                                          "residual_norm_forward",
+                                          "norm_forward_saved",
+                                          "norm_backward_saved",
+                                          "swiglu_forward_save",
+                                          "swiglu_backward_saved",
+                                          "quantize",
+                                          "dequantize",
+                                          "accumulate",
+                                          "adamw_update",
+                                          "sum_of_squares",
+                                          "rope",
+                                          "embedding_forward",
+                                          "embedding_backward",
+                                          "cross_entropy"};
+  EXPECT_EQ(names, expected);
+}
+
+TEST(KernelBenchmark, CountsEachByteOnce) {
+  const std::vector<KernelTime> times = measure_kernels(cpu_backend(), kSmall, 1);
+  const auto bytes_of = [&](std::string_view name) {
+    for (const KernelTime& time : times) {
+      if (time.name == name) return time.bytes;
+    }
+    return std::int64_t{0};
+  };
+  EXPECT_EQ(bytes_of("copy"), 2 * 32 * 384 * 2);
+  // nf4/32/two-level of 128 elements: 64 bytes of codes, 4 scales of one byte, one of two.
+  EXPECT_EQ(bytes_of("quantize"), 32 * (128 * 2 + 70));
+  // x twice, delta, y; weight; rstd; saved.
+  EXPECT_EQ(bytes_of("residual_norm_forward"), 32 * (4 * 256 + 4 + 70) + 256);
+  // gate and up are a segment each of 192 elements: 96 + 6 + 2 bytes.
+  EXPECT_EQ(bytes_of("swiglu_backward_saved"), 32 * (2 * 384 + 2 * 384 + 2 * 104));
+  // q and k of four and two heads of 16, read and written; the table; positions.
+  EXPECT_EQ(bytes_of("rope"), 32 * (2 * 6 * 16 * 2 + 8 * 2 * 4 + 4));
+}
+
+TEST(KernelBenchmark, RefusesNoTokens) {
+  KernelSizes sizes = kSmall;
+  sizes.tokens = 0;
+  EXPECT_THROW(measure_kernels(cpu_backend(), sizes), Error);
+}
+
+TEST(BackendTime, IsThatOfTheWork) {
+  testing_operations::Bench bench;
+  bool done = false;
+  const double seconds = cpu_backend().time(bench.context, [&] { done = true; });
+  EXPECT_TRUE(done);
+  EXPECT_GE(seconds, 0);
+  EXPECT_LT(seconds, 1);
+  Arena measuring = Arena::measuring("measuring");
+  done = false;
+  EXPECT_EQ(cpu_backend().time({cpu_backend(), {}, measuring, {}}, [&] { done = true; }), 0);
+  EXPECT_TRUE(done);
+}
+
+}  // namespace
+}  // namespace agoq
