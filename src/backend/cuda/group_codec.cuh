@@ -73,7 +73,7 @@ struct QuantView {
   Rounding rounding = Rounding::kNearest;
   bool aligned = false;  // code planes allow one access per vector
 
-  std::uint32_t groups_per_row() const { return segments * groups_per_segment; }
+  __host__ __device__ std::uint32_t groups_per_row() const { return segments * groups_per_segment; }
 };
 
 inline Code path_of(const QuantFormat& format) {
@@ -294,6 +294,11 @@ __device__ __forceinline__ float saturated_fma(float a, float b, float c) {
   return clamped;
 }
 
+/// Whether `code` has a path for its blocks.
+template <Code code>
+constexpr bool has_blocks() {
+  return code >= Code::kNf4;
+}
 template <Code code>
 inline constexpr bool kIsNibble = code >= Code::kNf4 && code <= Code::kInt4FullRange;
 
@@ -785,7 +790,8 @@ __device__ __forceinline__ void encode_blocks(const QuantView& view, const Group
   }
 }
 
-template <Code code>
+/// values = the decoded elements, or values += them.
+template <Code code, bool adds = false>
 __device__ __forceinline__ void decode_blocks(const QuantView& view, const Group& group,
                                               GroupValues& values) {
   VectorCodes codes[kChunks];
@@ -799,12 +805,14 @@ __device__ __forceinline__ void decode_blocks(const QuantView& view, const Group
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     const float scale = value_of(view, scales, chunk);
     if (scale == 0.0f) codes[chunk] = zero_codes<code>();  // also behind the end
-    decode_vector<code>(codes[chunk], level, values[chunk]);
+    float x[kVector];
+    decode_vector<code>(codes[chunk], level, x);
+    const int count = vector_count(group, chunk);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) values[chunk][i] *= scale;
-    if (const int count = vector_count(group, chunk); count < kVector) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) values[chunk][i] = i < count ? values[chunk][i] : 0.0f;
+    for (int i = 0; i < kVector; ++i) {
+      x[i] *= scale;
+      if (count < kVector) x[i] = i < count ? x[i] : 0.0f;
+      values[chunk][i] = adds ? x[i] + values[chunk][i] : x[i];
     }
   }
 }
@@ -939,7 +947,7 @@ __device__ __forceinline__ void decode_group(const QuantView& view, const Group&
     decode_exact<float>(view, group, values);
   } else if constexpr (code == Code::kBf16) {
     decode_exact<Bf16>(view, group, values);
-  } else if constexpr (code != kAnyCode && code != kSharedPath) {
+  } else if constexpr (group_detail::has_blocks<code>()) {
     decode_blocks<code>(view, group, values);
   } else if (code == kAnyCode && view.path == Code::kNf4) {
     decode_blocks<Code::kNf4>(view, group, values);
@@ -960,6 +968,23 @@ __device__ __forceinline__ void decode_group(const QuantView& view, const Group&
   }
 }
 
+/// values += the lane's elements of the group: fewer registers than decoding first.
+template <Code code = kAnyCode>
+__device__ __forceinline__ void add_decoded_group(const QuantView& view, const Group& group,
+                                                  GroupValues& values) {
+  if constexpr (group_detail::has_blocks<code>()) {
+    group_detail::decode_blocks<code, true>(view, group, values);
+  } else {
+    GroupValues decoded;
+    decode_group<code>(view, group, decoded);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[chunk][i] = decoded[chunk][i] + values[chunk][i];
+    }
+  }
+}
+
 /// Quantises the lane's elements into the group; NaN becomes zero, Inf the block's largest value. What
 /// stands behind the group's end must be +0. key_words: mixed_key of the rounding key, read under
 /// stochastic rounding only.
@@ -972,7 +997,7 @@ __device__ __forceinline__ void encode_group(const QuantView& view, const Group&
     encode_exact<float>(view, group, values, counts);
   } else if constexpr (code == Code::kBf16) {
     encode_exact<Bf16>(view, group, values, counts);
-  } else if constexpr (code != kAnyCode && code != kSharedPath) {
+  } else if constexpr (group_detail::has_blocks<code>()) {
     encode_blocks<code>(view, group, values, counts);
   } else if (code == kAnyCode && view.path == Code::kNf4) {
     encode_blocks<Code::kNf4>(view, group, values, counts);
@@ -995,6 +1020,57 @@ __device__ __forceinline__ void encode_group(const QuantView& view, const Group&
     counts.saturated += counted.saturated;
     counts.flushed_blocks += counted.flushed_blocks;
   }
+}
+
+// --- single chunks ---
+//
+// Kernels over several quantised tensors hold one chunk of each, 256 elements per warp, in place of a
+// group: formats whose scales stand for themselves (no two-level ones) are decoded by chunk, those with
+// blocks of 256 also encoded.
+
+/// x = the levels of the lane's vector `chunk`, zero behind the group's end; returns the block's scale.
+/// Where that is zero the levels are.
+template <Code code>
+__device__ __forceinline__ float decode_levels(const QuantView& view, const Group& group, int chunk,
+                                               float (&x)[kVector]) {
+  using namespace group_detail;
+  const int begin = vector_begin(chunk), count = vector_count(group, chunk);
+  VectorCodes codes = load_codes<code>(view, group, begin, count);
+  const float scale = count == 0 ? 0.0f : load_scale(view, group, begin >> view.block_shift);
+  if (scale == 0.0f) codes = zero_codes<code>();
+  decode_vector<code>(codes, level_of_lane<code>(), x);
+  if (count < kVector) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = i < count ? x[i] : 0.0f;
+  }
+  return scale;
+}
+
+/// Quantises the lane's vector `chunk` of a tensor of blocks of 256 and FP32 scales, nearest rounding;
+/// what it would count is not counted. All lanes of the warp take part.
+template <Code code>
+__device__ __forceinline__ void encode_chunk_of_256(const QuantView& view, const Group& group, int chunk,
+                                                    const float (&x)[kVector]) {
+  using namespace group_detail;
+  constexpr bool kUnsigned = code == Code::kDynamic8Unsigned;
+  std::uint32_t largest = 0;  // numbers that are not negative are ordered like their bits
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const std::uint32_t magnitude = __float_as_uint(kUnsigned ? fmaxf(x[i], 0.0f) : fabsf(x[i]));
+    largest = fabsf(x[i]) <= FLT_MAX && magnitude > largest ? magnitude : largest;
+  }
+  constexpr float maximum = code_maximum(code);
+  const float absmax = __uint_as_float(__reduce_max_sync(kWholeWarp, largest));
+  const float scale = stored_scale_fp32(absmax / maximum, maximum);
+  const int begin = vector_begin(chunk), count = vector_count(group, chunk);
+  if (lane_index() == 0 && count > 0) reinterpret_cast<float*>(group.scales)[chunk] = scale;
+  const float reciprocal = 1.0f / scale;
+  float y[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) y[i] = x[i] == x[i] ? x[i] * reciprocal : 0.0f;
+  VectorCodes codes = encode_vector<code>(y, midpoint_of_lane<code>());
+  if (scale == 0.0f) codes = zero_codes<code>();
+  store_codes<code>(view, group, begin, count, codes);
 }
 
 }  // namespace agoq::cuda

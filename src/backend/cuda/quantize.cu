@@ -63,14 +63,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
                       std::int64_t* counters) {
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
-    GroupValues values, added;
-    load_group(group, addend + group.row * view.row_length, aligned, added);
-    decode_group<code>(view, group, values);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) values[chunk][i] += added[chunk][i];
-    }
+    GroupValues values;
+    load_group(group, addend + group.row * view.row_length, aligned, values);
+    add_decoded_group<code>(view, group, values);
     encode_group<code>(view, group, values, key, counts);
   });
   counts.add_to(counters);

@@ -1,0 +1,390 @@
+// One AdamW step with decoupled decay (Loshchilov & Hutter, 2019) in one pass:
+//
+//   g = gradient_scale * decode(gradient)
+//   m = m + (1 - beta1) (g - m)                v = beta2 v + (1 - beta2) g^2
+//   p = (1 - lr decay) p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
+//
+// A warp owns one chunk of 256 elements of a group (group_codec.cuh), a lane eight of them: of the
+// gradient, both moments and the weight at once. That is one block of moments in dynamic8/256/fp32, the
+// format of 8-bit moments, so a block is quantised as soon as it is updated. Any other combination of
+// formats goes group by group through local memory.
+//
+// The operations, their order and their rounding are the CPU's (no contraction, IEEE division and
+// square root): every byte that is written is the CPU backend's.
+#include <cmath>
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/group_codec.cuh"
+#include "backend/operand_checks.h"
+#include "core/master_weight.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocksPerMultiprocessor = 12;
+
+// The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
+// of {.1, .55, 1}.
+constexpr float kSmallestUnsignedLevel = 0.325e-6f;
+
+struct Scalars {
+  float gradient_scale, one_minus_beta1, beta2, one_minus_beta2, keep, rate, second_correction, epsilon;
+
+  explicit Scalars(const AdamwStep& step)
+      : gradient_scale(static_cast<float>(step.gradient_scale)),
+        one_minus_beta1(static_cast<float>(1.0 - step.beta1)),
+        beta2(static_cast<float>(step.beta2)),
+        one_minus_beta2(static_cast<float>(1.0 - step.beta2)),
+        keep(static_cast<float>(1.0 - step.learning_rate * step.weight_decay)),
+        rate(static_cast<float>(step.learning_rate /
+                                (1.0 - std::pow(step.beta1, static_cast<double>(step.step))))),
+        second_correction(static_cast<float>(
+            1.0 / std::sqrt(1.0 - std::pow(step.beta2, static_cast<double>(step.step))))),
+        epsilon(static_cast<float>(step.epsilon)) {}
+};
+
+struct Operands {
+  QuantView gradient, first, second;
+  void* weight;
+  void* master;
+  bool aligned;  // weight and master allow one access per vector
+  bool lift;
+  Scalars scalars;
+  RandomWords weight_key, first_key, second_key;
+};
+
+__device__ __forceinline__ void update(const Scalars& s, float gradient, float& first, float& second,
+                                       float& master) {
+  const float g = s.gradient_scale * gradient;
+  const float m = first + s.one_minus_beta1 * (g - first);
+  const float v = s.beta2 * second + s.one_minus_beta2 * g * g;
+  first = m;
+  second = v;
+  master = s.keep * master - s.rate * (m / (sqrtf(v) * s.second_correction + s.epsilon));
+}
+
+/// Lifts a lane's non-zero elements that would be stored as zero to the smallest level of their block
+/// of `lanes` lanes: cpu/adamw.cpp says why.
+__device__ __forceinline__ void lift_underflow(float (&x)[kVector], int lanes) {
+  int absmax_bits = 0;  // non-negative numbers are ordered like their bits
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) absmax_bits = max(absmax_bits, __float_as_int(x[i]));
+  for (int step = 1; step < lanes; step *= 2) {
+    absmax_bits = max(absmax_bits, __shfl_xor_sync(kWholeWarp, absmax_bits, step));
+  }
+  const float least = __int_as_float(absmax_bits) * kSmallestUnsignedLevel;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] = x[i] > 0.0f && x[i] < least ? least : x[i];
+}
+
+// --- weights and masters: eight elements from `first` on ---
+
+template <typename Element>
+struct alignas(16) VectorOf {
+  Element element[16 / sizeof(Element)];
+};
+
+template <typename Element>
+__device__ __forceinline__ void load_elements(const Element* from, bool whole, int count,
+                                              Element (&to)[kVector]) {
+  constexpr int kPerAccess = 16 / sizeof(Element);
+  if (whole) {
+#pragma unroll
+    for (int access = 0; access < kVector / kPerAccess; ++access) {
+      const auto part = reinterpret_cast<const VectorOf<Element>*>(from)[access];
+#pragma unroll
+      for (int i = 0; i < kPerAccess; ++i) to[access * kPerAccess + i] = part.element[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) to[i] = i < count ? from[i] : Element{};
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void store_elements(const Element (&from)[kVector], bool whole, int count,
+                                               Element* to) {
+  constexpr int kPerAccess = 16 / sizeof(Element);
+  if (whole) {
+#pragma unroll
+    for (int access = 0; access < kVector / kPerAccess; ++access) {
+      VectorOf<Element> part;
+#pragma unroll
+      for (int i = 0; i < kPerAccess; ++i) part.element[i] = from[access * kPerAccess + i];
+      reinterpret_cast<VectorOf<Element>*>(to)[access] = part;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i < count) to[i] = from[i];
+    }
+  }
+}
+
+/// How the weights are held, as a type: FP32 weights, or BF16 weights with each kind of master.
+template <typename Storage, MasterKind kind>
+struct Weights {
+  static constexpr bool kIsFp32 = std::is_same_v<Storage, float>;
+
+  static __device__ __forceinline__ void load(const Operands& operands, std::int64_t first, bool whole,
+                                              int count, float (&master)[kVector]) {
+    if constexpr (kIsFp32) {
+      load_elements(static_cast<const float*>(operands.weight) + first, whole, count, master);
+    } else if constexpr (kind == MasterKind::kFp32) {
+      load_elements(static_cast<const float*>(operands.master) + first, whole, count, master);
+    } else {
+      Bf16 weight[kVector];
+      load_elements(static_cast<const Bf16*>(operands.weight) + first, whole, count, weight);
+      if constexpr (kind == MasterKind::kRemainder) {
+        std::int16_t remainder[kVector];
+        load_elements(static_cast<const std::int16_t*>(operands.master) + first, whole, count,
+                      remainder);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) master[i] = join_master(weight[i], remainder[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) master[i] = to_float(weight[i]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store(const Operands& operands, std::int64_t first, bool whole,
+                                               int count, const float (&master)[kVector]) {
+    if constexpr (kIsFp32) {
+      store_elements(master, whole, count, static_cast<float*>(operands.weight) + first);
+    } else {
+      Bf16 weight[kVector];
+      if constexpr (kind == MasterKind::kFp32) {
+        store_elements(master, whole, count, static_cast<float*>(operands.master) + first);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) weight[i] = to_bf16_half_away(master[i]);
+      } else if constexpr (kind == MasterKind::kRemainder) {
+        std::int16_t remainder[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const SplitMaster split = split_master(master[i]);
+          weight[i] = split.weight;
+          remainder[i] = split.remainder;
+        }
+        store_elements(remainder, whole, count, static_cast<std::int16_t*>(operands.master) + first);
+      } else {
+        RandomWords words{};
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const auto index = static_cast<std::uint64_t>(first + i);
+          if (i == 0 || index % 4 == 0) words = random_words(operands.weight_key, index / 4);
+          const std::uint32_t word = index % 4 == 0   ? words.word[0]
+                                     : index % 4 == 1 ? words.word[1]
+                                     : index % 4 == 2 ? words.word[2]
+                                                      : words.word[3];
+          weight[i] = to_bf16_stochastic(master[i], word);
+        }
+      }
+      store_elements(weight, whole, count, static_cast<Bf16*>(operands.weight) + first);
+    }
+  }
+};
+
+// --- chunk by chunk ---
+
+/// x = the lane's vector of a tensor in one of the formats of the fast path.
+__device__ __forceinline__ void decode_chunk(const QuantView& view, const Group& group, int chunk,
+                                             float (&x)[kVector]) {
+  const auto scaled = [&]<Code code>() {
+    const float scale = decode_levels<code>(view, group, chunk, x);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] *= scale;
+  };
+  switch (view.code) {
+    case Code::kE4m3: return scaled.template operator()<Code::kE4m3>();
+    case Code::kInt8: return scaled.template operator()<Code::kInt8>();
+    case Code::kDynamic8: return scaled.template operator()<Code::kDynamic8>();
+    case Code::kDynamic8Unsigned: return scaled.template operator()<Code::kDynamic8Unsigned>();
+    default: break;
+  }
+  const int count = vector_count(group, chunk);
+  load_elements(reinterpret_cast<const float*>(group.codes) + vector_begin(chunk),
+                view.aligned && count == kVector, count, x);
+}
+
+template <Code code>
+__device__ __forceinline__ void encode_chunk(const QuantView& view, const Group& group, int chunk,
+                                             const float (&x)[kVector]) {
+  if (view.code == Code::kFp32) {
+    const int count = vector_count(group, chunk);
+    store_elements(x, view.aligned && count == kVector, count,
+                   reinterpret_cast<float*>(group.codes) + vector_begin(chunk));
+  } else {
+    encode_chunk_of_256<code>(view, group, chunk, x);
+  }
+}
+
+template <typename Held>
+__global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ Operands operands) {
+  const std::uint64_t chunks = std::uint64_t{operands.gradient.groups} * kChunks;
+  for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; index < chunks;
+       index += std::uint64_t{gridDim.x} * kWarps) {
+    const auto number = static_cast<std::uint32_t>(index / kChunks);
+    const int chunk = static_cast<int>(index % kChunks);
+    const Group gradient = group_at(operands.gradient, number);
+    if (chunk * kWarp * kVector >= gradient.count) continue;  // the whole warp
+    const std::uint32_t in_row = number % operands.gradient.groups_per_row();
+    const Group first = group_of(operands.first, gradient.row, in_row);
+    const Group second = group_of(operands.second, gradient.row, in_row);
+    const std::int64_t element =
+        gradient.row * operands.gradient.row_length + gradient.column + vector_begin(chunk);
+    const int count = vector_count(gradient, chunk);
+    const bool whole = operands.aligned && count == kVector;
+
+    float g[kVector], m[kVector], v[kVector], p[kVector];
+    Held::load(operands, element, whole, count, p);
+    decode_chunk(operands.gradient, gradient, chunk, g);
+    decode_chunk(operands.first, first, chunk, m);
+    decode_chunk(operands.second, second, chunk, v);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) update(operands.scalars, g[i], m[i], v[i], p[i]);
+    Held::store(operands, element, whole, count, p);
+    encode_chunk<Code::kDynamic8>(operands.first, first, chunk, m);
+    if (operands.lift) lift_underflow(v, kWarp);
+    encode_chunk<Code::kDynamic8Unsigned>(operands.second, second, chunk, v);
+  }
+}
+
+// --- group by group, any format ---
+
+template <typename Held>
+__global__ void __launch_bounds__(kThreads)
+    adamw_any_kernel(const __grid_constant__ Operands operands) {
+  for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+       index < operands.gradient.groups; index += std::uint64_t{gridDim.x} * kWarps) {
+    const auto number = static_cast<std::uint32_t>(index);
+    const Group gradient = group_at(operands.gradient, number);
+    const std::uint32_t in_row = number % operands.gradient.groups_per_row();
+    const Group first = group_of(operands.first, gradient.row, in_row);
+    const Group second = group_of(operands.second, gradient.row, in_row);
+    GroupValues g, m, v;
+    group_detail::decode_rarely_used(operands.gradient, gradient, &g[0][0]);
+    group_detail::decode_rarely_used(operands.first, first, &m[0][0]);
+    group_detail::decode_rarely_used(operands.second, second, &v[0][0]);
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const std::int64_t element =
+          gradient.row * operands.gradient.row_length + gradient.column + vector_begin(chunk);
+      const int count = vector_count(gradient, chunk);
+      const bool whole = operands.aligned && count == kVector;
+      float p[kVector];
+      Held::load(operands, element, whole, count, p);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        update(operands.scalars, g[chunk][i], m[chunk][i], v[chunk][i], p[i]);
+      }
+      Held::store(operands, element, whole, count, p);
+      if (operands.lift) lift_underflow(v[chunk], operands.second.block / kVector);
+    }
+    LaneCounts counts;  // finite by MainGradients::norm, which refuses gradients that are not
+    group_detail::encode_rarely_used(operands.first, first, &m[0][0], operands.first_key, counts);
+    group_detail::encode_rarely_used(operands.second, second, &v[0][0], operands.second_key, counts);
+  }
+}
+
+bool is_moment_of(const QuantView& view, Code code) {
+  return view.code == Code::kFp32 ||
+         (view.code == code && view.block == 256 && view.scale == ScaleType::kFp32 &&
+          view.rounding == Rounding::kNearest);
+}
+
+/// What adamw_kernel can do. 8-bit floats that are to be converted by software go the other way.
+bool goes_by_chunk(const Operands& operands) {
+  const QuantView& gradient = operands.gradient;
+  const bool reads = gradient.code == Code::kFp32 || gradient.code == Code::kInt8 ||
+                     gradient.code == Code::kDynamic8 ||
+                     (gradient.code == Code::kE4m3 && !software_floats_forced());
+  return reads && is_moment_of(operands.first, Code::kDynamic8) &&
+         is_moment_of(operands.second, Code::kDynamic8Unsigned);
+}
+
+void check_operands(const AdamwTensors& tensors, const AdamwStep& step) {
+  const BlockGrid& grid = tensors.gradient.grid;
+  check(tensors.weight.count() == grid.count() && tensors.first_moment.rows() == grid.rows &&
+            tensors.first_moment.width() == grid.row_length &&
+            tensors.second_moment.rows() == grid.rows &&
+            tensors.second_moment.width() == grid.row_length,
+        "adamw_update: weight, gradient and moments must have one shape; the gradient has [{}, {}], the "
+        "weight {}, the moments [{}, {}] and [{}, {}]",
+        grid.rows, grid.row_length, tensors.weight.shape.to_string(), tensors.first_moment.rows(),
+        tensors.first_moment.width(), tensors.second_moment.rows(), tensors.second_moment.width());
+  check(tensors.first_moment.grid.segments == grid.segments &&
+            tensors.second_moment.grid.segments == grid.segments,
+        "adamw_update: gradient and moments must be cut alike; they have {}, {} and {} segments a row",
+        grid.segments, tensors.first_moment.grid.segments, tensors.second_moment.grid.segments);
+  for (const QuantTensor* tensor : {&tensors.gradient, &tensors.first_moment, &tensors.second_moment}) {
+    check(tensor->format.code != Code::kFp64, "adamw_update: fp64 tensors exist on the CPU only");
+  }
+  const ElementType type = tensors.weight.type;
+  check(type == ElementType::kBf16 || type == ElementType::kFp32,
+        "adamw_update: weights on the GPU are bf16 or fp32; these are {}", name_of(type));
+  check(step.master == MasterKind::kNone || type == ElementType::kBf16,
+        "adamw_update: a {} weight is its own master: give MasterKind::kNone", name_of(type));
+  if (step.master == MasterKind::kNone) return;
+  const ElementType expected =
+      step.master == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
+  check(tensors.master && tensors.master.type == expected && tensors.master.count() == grid.count(),
+        "adamw_update: the master must be {} with {} elements; it is {} with {}", name_of(expected),
+        grid.count(), name_of(tensors.master.type), tensors.master ? tensors.master.count() : 0);
+}
+
+template <typename Held>
+void launch(const Context& context, const Operands& operands) {
+  const cudaStream_t stream = stream_of(context.stream);
+  const std::int64_t groups = operands.gradient.groups;
+  if (goes_by_chunk(operands)) {
+    adamw_kernel<Held><<<grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor),
+                         kThreads, 0, stream>>>(operands);
+  } else {
+    adamw_any_kernel<Held><<<grid_blocks((groups + kWarps - 1) / kWarps, kBlocksPerMultiprocessor),
+                             kThreads, 0, stream>>>(operands);
+  }
+}
+
+}  // namespace
+
+void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tensors,
+                               const AdamwStep& step, const RandomKey& key) {
+  check_operands(tensors, step);
+  if (context.workspace.is_measuring() || tensors.weight.count() == 0) return;
+  // The two moments of one element must not be rounded with the same number.
+  const RandomKey first_key = key.with(RandomPurpose::kMomentRounding, key.tensor);
+  RandomKey second_key = first_key;
+  second_key.micro_batch = first_key.micro_batch + 1;
+  const std::int64_t segment = tensors.gradient.grid.segment_length();
+  const Tensor& master = tensors.master;
+  const bool master_aligned =
+      step.master == MasterKind::kNone || reinterpret_cast<std::uintptr_t>(master.data) % 16 == 0;
+  const Operands operands{
+      view_of(tensors.gradient),
+      view_of(tensors.first_moment),
+      view_of(tensors.second_moment),
+      tensors.weight.data,
+      master.data,
+      master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
+      tensors.second_moment.format.code == Code::kDynamic8Unsigned,
+      Scalars(step),
+      mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
+      mixed_key(first_key),
+      mixed_key(second_key)};
+  if (tensors.weight.type == ElementType::kFp32) {
+    launch<Weights<float, MasterKind::kNone>>(context, operands);
+  } else {
+    switch (step.master) {
+      case MasterKind::kNone: launch<Weights<Bf16, MasterKind::kNone>>(context, operands); break;
+      case MasterKind::kFp32: launch<Weights<Bf16, MasterKind::kFp32>>(context, operands); break;
+      case MasterKind::kRemainder:
+        launch<Weights<Bf16, MasterKind::kRemainder>>(context, operands);
+        break;
+    }
+  }
+  expect_launched("adamw_update");
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,152 @@
+// Sums in double precision whose value does not depend on the launch.
+//
+//   sum              of x
+//   sum_of_squares   of what x decodes to: the norm of the main gradient is taken from it
+//
+// The tensor is cut into kParts parts, each the work of one block of threads; a thread adds what it owns
+// in order, the block adds its threads in a fixed tree, and one more block adds the parts in a fixed
+// tree. Nothing of that depends on the GPU, so neither does the result. (The CPU adds in another order:
+// the two agree to FP64 rounding.)
+//
+// A block of quantised elements adds scale^2 times the sum of its squared levels. Levels are small
+// numbers, so eight of them are added in FP32, where a sum in FP64 would cost twice the time of reading
+// them: 2^-24 of each eight squares at most, as much as the CPU rounds each element by.
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/group_codec.cuh"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kParts = 2048;
+
+/// The sum of `value` over the block, in thread 0.
+__device__ double block_sum(double value) {
+  __shared__ double of_warps[kWarps];
+  value = warp_sum(value);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = threadIdx.x < kWarps ? of_warps[threadIdx.x] : 0.0;
+  return threadIdx.x < kWarp ? warp_sum(value) : 0.0;
+}
+
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(const Element* x, std::int64_t count, double* parts) {
+  double total = 0;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
+       i += std::int64_t{kParts} * kThreads) {
+    if constexpr (std::is_same_v<Element, double>) {
+      total += x[i];
+    } else {
+      total += to_float(x[i]);
+    }
+  }
+  total = block_sum(total);
+  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+}
+
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const double* parts, double* total) {
+  double value = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kParts; i += kThreads) value += parts[i];
+  value = block_sum(value);
+  if (threadIdx.x == 0) *total = value;
+}
+
+/// A warp's share of group `index`.
+template <Code code>
+__device__ __forceinline__ double group_sum_of_squares(const QuantView& view, std::uint32_t index) {
+  const Group group = group_at(view, index);
+  double total = 0;
+  if constexpr (group_detail::has_blocks<code>()) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float level[kVector];
+      const double scale = decode_levels<code>(view, group, chunk, level);
+      float squares = 0;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) squares = fmaf(level[i], level[i], squares);
+      total = fma(scale * scale, static_cast<double>(squares), total);
+    }
+  } else {
+    GroupValues values;
+    decode_group<code>(view, group, values);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const double value = values[chunk][i];
+        total = fma(value, value, total);
+      }
+    }
+  }
+  return total;
+}
+
+template <Code code>
+__global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(QuantView view, double* parts) {
+  double total = 0;
+  for (std::uint64_t index = blockIdx.x * kWarps + threadIdx.x / kWarp; index < view.groups;
+       index += std::uint64_t{kParts} * kWarps) {
+    total += group_sum_of_squares<code>(view, static_cast<std::uint32_t>(index));
+  }
+  total = block_sum(total);
+  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+}
+
+void check_total(std::string_view operation, const Tensor& total) {
+  check(total.type == ElementType::kFp64 && total.count() == 1,
+        "{}: the total is one fp64 element; {} {} was given", operation, name_of(total.type),
+        total.shape.to_string());
+}
+
+Tensor take_parts(const Context& context) {
+  return context.workspace.take(ElementType::kFp64, Shape{kParts});
+}
+
+}  // namespace
+
+void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& total) {
+  check_total("sum", total);
+  const Arena::Scope scope(context.workspace);
+  const Tensor parts = take_parts(context);
+  if (context.workspace.is_measuring()) return;
+  const cudaStream_t stream = stream_of(context.stream);
+  const auto run = [&]<typename Element>() {
+    sum_kernel<<<kParts, kThreads, 0, stream>>>(x.as<Element>(), x.count(), parts.as<double>());
+  };
+  switch (x.type) {
+    case ElementType::kFp64: run.template operator()<double>(); break;
+    case ElementType::kFp32: run.template operator()<float>(); break;
+    case ElementType::kBf16: run.template operator()<Bf16>(); break;
+    case ElementType::kFp16: run.template operator()<Fp16>(); break;
+    default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
+  }
+  sum_parts_kernel<<<1, kThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+  expect_launched("sum");
+}
+
+void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
+  check_total("sum_of_squares", total);
+  check(x.format.code != Code::kFp64, "sum_of_squares: fp64 tensors exist on the CPU only");
+  const Arena::Scope scope(context.workspace);
+  const Tensor parts = take_parts(context);
+  if (context.workspace.is_measuring()) return;
+  const cudaStream_t stream = stream_of(context.stream);
+  const QuantView view = view_of(x);
+  const auto run = [&]<Code code>() {
+    sum_of_squares_kernel<code><<<kParts, kThreads, 0, stream>>>(view, parts.as<double>());
+  };
+  switch (view.path) {
+    case Code::kE4m3: run.template operator()<Code::kE4m3>(); break;
+    case Code::kInt8: run.template operator()<Code::kInt8>(); break;
+    case Code::kFp32: run.template operator()<Code::kFp32>(); break;
+    default: run.template operator()<kSharedPath>();
+  }
+  sum_parts_kernel<<<1, kThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+  expect_launched("sum_of_squares");
+}
+
+}  // namespace agoq::cuda
