@@ -1,12 +1,23 @@
-// Attention by cuDNN (cudnn-frontend): one graph per shape and direction. Host code only.
+// Attention by cuDNN (through the header-only cudnn-frontend): one graph per shape and direction, kept.
+// BF16 only. Host code only.
 //
-// Present in builds where cudnn.h and cudnn-frontend's headers were found; cuDNN itself is opened at run
-// time. Where either is missing, or cuDNN does not support a shape, callers use the plain kernels.
+// Which tokens belong together:
+//   dense    all documents have the same length (count * longest = N): they are the batch dimension;
+//   ragged   else: the batch dimension is the number of documents rounded up to a power of two (so that
+//            few graphs serve all batches), with padding masks and offsets that a kernel makes from
+//            Documents::starts in the workspace. Documents beyond the last have no tokens.
+//
+// Workspace. What cuDNN asks for is known once a graph is built, which needs cuDNN and takes a second or
+// more, and differs between dense and ragged graphs; the plan needs one figure that holds for every
+// batch. So callers take planned_bytes(), a bound from the sizes of the tensors that cuDNN keeps, and a
+// graph that asks for more than that is not used.
+//
+// cuDNN is opened at run time. Where it or its headers are missing, nothing is available and the plain
+// kernels of attention.cu serve.
 #pragma once
 
 #include <cstddef>
 #include <memory>
-#include <string>
 
 #include "backend/backend.h"
 
@@ -17,17 +28,16 @@ class CudnnAttention {
   CudnnAttention();
   ~CudnnAttention();
 
-  /// Whether cuDNN will compute attention of this shape; the first call that finds no cuDNN writes one
-  /// line of warning. May build the graph, which takes seconds once per shape.
-  bool serves(const AttentionShape& shape, ElementType type, const Documents& documents,
-              std::int64_t tokens, bool backward);
-  /// Bytes of workspace for a shape that it serves.
-  std::size_t workspace_bytes(const AttentionShape& shape, const Documents& documents,
-                              std::int64_t tokens, bool backward);
-  void forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
+  /// Whether cuDNN was found; needs no GPU. The first call that finds none writes a line to stderr.
+  bool available();
+  /// The workspace to take for a call.
+  static std::size_t planned_bytes(const AttentionShape& shape, std::int64_t tokens, bool backward);
+
+  /// These return false, having done nothing, when cuDNN does not serve the shape within the workspace.
+  bool forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
                const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,
                std::byte* workspace);
-  void backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+  bool backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
                 const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
                 const Documents& documents, const Tensor& dqkv, std::byte* workspace);
 
