@@ -85,6 +85,9 @@ class Backend {
   virtual std::string_view name() const = 0;    // "cpu", "cuda"
   virtual std::string description() const = 0;  // one line for `agoq info`
   virtual Allocator& allocator() = 0;
+  /// With true, an operation computes the same bits in every run. For backends where that costs speed or
+  /// memory; others always do. To be set before a plan is made: it changes workspaces.
+  virtual void set_deterministic(bool) {}
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;

@@ -25,8 +25,8 @@ class CudaBackend : public Backend {
   std::string_view name() const override { return "cuda"; }
   std::string description() const override;
   Allocator& allocator() override;
-  /// With true, every run computes the same bits: no choice by timing, plain attention (which is slower).
-  void set_deterministic(bool deterministic);
+  /// True: no choice of algorithms by timing, and plain attention (matmul.cpp).
+  void set_deterministic(bool deterministic) override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
