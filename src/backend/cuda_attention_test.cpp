@@ -33,8 +33,8 @@ class Plain {
 };
 
 /// The tensors of one case, and what both backends make of them.
-struct Run {
-  Run(Pair& pair, const Attention& attention, ElementType type)
+struct BothRuns {
+  BothRuns(Pair& pair, const Attention& attention, ElementType type)
       : shape(attention.shape),
         qkv(pair.random(type, Shape{attention.tokens(), shape.qkv_width()})),
         dout(pair.random(type, Shape{attention.tokens(), shape.output_width()})),
@@ -97,7 +97,7 @@ TEST(CudaAttention, PlainKernelsAgreeWithTheCpu) {
     for (const ElementType type : {kFp32, kBf16}) {
       SCOPED_TRACE(attention.name() + " " + std::string(name_of(type)));
       Pair pair;
-      const Run run(pair, attention, type);
+      const BothRuns run(pair, attention, type);
       run.on_cpu(pair);
       run.on_cuda(pair);
       // BF16: the tensor cores take weights and their gradients rounded to BF16, 2^-9 / sqrt(3) = 0.0011
@@ -116,7 +116,7 @@ TEST(CudaAttention, PlainKernelsGiveTheSameBitsInEveryRun) {
   const Plain plain;
   for (const ElementType type : {kFp32, kBf16}) {
     Pair pair;
-    const Run run(pair, {{8, 2, 128}, {700, 1, 1300}}, type);
+    const BothRuns run(pair, {{8, 2, 128}, {700, 1, 1300}}, type);
     run.on_cuda(pair);
     const Values out = pair.values(run.out.cuda), gradient = pair.values(run.dqkv.cuda);
     for (int again = 0; again < 3; ++again) {
@@ -139,7 +139,7 @@ TEST(CudaAttention, CudnnAgreesWithThePlainKernels) {
       const Attention attention{shape, lengths};
       SCOPED_TRACE(attention.name());
       Pair pair(std::size_t{512} << 20);
-      const Run run(pair, attention, kBf16);
+      const BothRuns run(pair, attention, kBf16);
       {
         const Plain plain;
         run.on_cuda(pair);
@@ -167,7 +167,7 @@ TEST(CudaAttention, RefusesHeadSizesThatItHasNoTilesFor) {
   AGOQ_NEEDS_GPU();
   for (const int size : {12, 264}) {
     Pair pair;
-    const Run run(pair, {{2, 1, size}, {16}}, kFp32);
+    const BothRuns run(pair, {{2, 1, size}, {16}}, kFp32);
     EXPECT_THROW(run.on_cuda(pair), Error);
   }
 }

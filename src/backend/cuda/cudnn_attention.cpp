@@ -118,13 +118,14 @@ struct Graph {
 /// Makes the tensors and the node of a graph.
 class GraphMaker {
  public:
-  explicit GraphMaker(const GraphKey& key)
+  GraphMaker(const GraphKey& key, int capability)
       : key_(key),
         shape_{key.heads, key.kv_heads, key.head_size},
         graph_(std::make_shared<fe::graph::Graph>()) {
     graph_->set_io_data_type(fe::DataType_t::BFLOAT16)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
-        .set_compute_data_type(fe::DataType_t::FLOAT);
+        .set_compute_data_type(fe::DataType_t::FLOAT)
+        .set_sm_version(capability);  // nodes take it over when they are added
     if (!key.ragged()) return;
     lengths_ = plain(kLengths, "lengths", key.batch, fe::DataType_t::INT32);
     qkv_offsets_ = plain(kQkvOffsets, "qkv_offsets", key.batch + 1, fe::DataType_t::INT64);
@@ -227,8 +228,7 @@ class GraphMaker {
 
 Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
   Graph built;
-  built.graph = GraphMaker(key).make();
-  built.graph->set_sm_version(device().capability);
+  built.graph = GraphMaker(key, device().capability).make();
   fe::error_t status = built.graph->build(handle, {fe::HeurMode_t::A});
   if (status.is_bad()) {
     built.failure = status.get_message();
