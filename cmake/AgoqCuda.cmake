@@ -28,3 +28,31 @@ elseif(NOT AGOQ_CUDA STREQUAL "OFF")
     message(STATUS "CUDA backend: no, nvcc 12.4 or newer with cuBLASLt was not found")
   endif()
 endif()
+
+# cuDNN's attention needs cudnn.h (https://developer.nvidia.com/cudnn, or the PyPI package nvidia-cudnn-cu13
+# with CUDNN_ROOT set to its folder) and the headers of cudnn-frontend, which ./dev fetches. The library is
+# opened at run time.
+set(AGOQ_CUDNN_FRONTEND_VERSION 1.19.1)
+set(AGOQ_HAS_CUDNN FALSE)
+if(AGOQ_HAS_CUDA)
+  find_path(CUDNN_INCLUDE_DIR cudnn.h HINTS ${CUDNN_ROOT} $ENV{CUDNN_ROOT} ${CUDAToolkit_INCLUDE_DIRS}
+            PATH_SUFFIXES include)
+  find_library(CUDNN_LIBRARY NAMES libcudnn.so.9 cudnn HINTS ${CUDNN_ROOT} $ENV{CUDNN_ROOT}
+               ${CUDAToolkit_LIBRARY_DIR} PATH_SUFFIXES lib lib64)
+  find_path(CUDNN_FRONTEND_INCLUDE_DIR cudnn_frontend.h NO_DEFAULT_PATH
+            PATHS ${CMAKE_SOURCE_DIR}/.data/cudnn-frontend-${AGOQ_CUDNN_FRONTEND_VERSION}/include)
+  if(CUDNN_INCLUDE_DIR)
+    file(STRINGS ${CUDNN_INCLUDE_DIR}/cudnn_version.h cudnn_version REGEX "define CUDNN_M[AJIN]+OR [0-9]+")
+    string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2" cudnn_version "${cudnn_version}")
+  endif()
+  if(NOT CUDNN_INCLUDE_DIR)
+    message(STATUS "cuDNN: no, cudnn.h was not found; attention will use plain kernels")
+  elseif(cudnn_version VERSION_LESS 9.8 OR cudnn_version VERSION_GREATER_EQUAL 10)
+    message(STATUS "cuDNN: no, 9.8 or a newer 9.x is needed and ${cudnn_version} was found")
+  elseif(NOT CUDNN_FRONTEND_INCLUDE_DIR)
+    message(STATUS "cuDNN: no, cudnn-frontend's headers are not there: run ./dev build, which fetches them")
+  else()
+    set(AGOQ_HAS_CUDNN TRUE)
+    message(STATUS "cuDNN: ${cudnn_version}, cudnn-frontend ${AGOQ_CUDNN_FRONTEND_VERSION}")
+  endif()
+endif()

@@ -103,6 +103,9 @@ class Backend {
   /// Seconds that the operations take which `work` queues on the context's stream, from when the device
   /// begins the first to when it ends the last; waits for them. 0 on a measuring context.
   virtual double time(const Context&, const std::function<void()>& work) = 0;
+  /// With true, an operation computes the same bits in every run. For backends where that costs speed or
+  /// memory; others always do. To be set before a plan is made: it changes workspaces.
+  virtual void set_deterministic(bool) {}
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;

@@ -27,6 +27,8 @@ class CudaBackend : public Backend {
   Allocator& allocator() override;
   std::optional<DeviceMemory> device_memory() override;
   double time(const Context&, const std::function<void()>& work) override;
+  /// True: no choice of algorithms by timing, and plain attention (matmul.cpp).
+  void set_deterministic(bool deterministic) override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;

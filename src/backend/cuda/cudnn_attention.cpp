@@ -1,0 +1,408 @@
+#include "backend/cuda/cudnn_attention.h"
+
+#include "backend/cuda/device.h"
+#include "backend/cuda/ragged_offsets.h"
+
+#ifdef AGOQ_HAS_CUDNN
+#define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
+#define CUDNN_FRONTEND_SKIP_JSON_LIB
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"
+#include <cudnn_frontend.h>
+#pragma GCC diagnostic pop
+#include <dlfcn.h>
+#endif
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#ifdef AGOQ_HAS_CUDNN
+/// The frontend looks up cuDNN's functions here.
+void* cudnn_frontend::cudnn_dlhandle = nullptr;
+#endif
+
+namespace agoq::cuda {
+namespace {
+
+constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+/// The frontend keeps dP, quadratic in the longest document, where that is within this; it is faster there.
+constexpr std::size_t kQuadraticBytes = 256 * kMebibyte;
+
+std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/// Bytes of the offsets of `batch` documents, each array at a multiple of 256.
+std::size_t offsets_bytes(std::int64_t batch) {
+  const auto documents = static_cast<std::size_t>(batch);
+  return round_up(documents * sizeof(std::int32_t)) +
+         3 * round_up((documents + 1) * sizeof(std::int64_t));
+}
+
+void warn(std::string_view text) {
+  fmt::print(stderr, "agoq: {}; attention uses plain kernels, which are several times slower\n", text);
+}
+
+}  // namespace
+
+std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int64_t tokens,
+                                          bool backward) {
+  // For the offsets of ragged batches and cuDNN's small change.
+  std::size_t bytes = 4 * kMebibyte;
+  if (!backward) return bytes;
+  // FP32 sums of dq; of dk and dv per query head where heads share them; a row sum per head; and slack
+  // of a tile of queries per document.
+  const auto per_token = static_cast<std::size_t>(shape.output_width()) * sizeof(float);
+  const std::size_t sums = shape.heads == shape.kv_heads ? 1 : 3;
+  bytes += static_cast<std::size_t>(tokens) * (sums * per_token + 2 * sizeof(float) * shape.heads);
+  return bytes + kQuadraticBytes;
+}
+
+#ifndef AGOQ_HAS_CUDNN
+
+struct CudnnAttention::State {
+  bool warned = false;
+};
+
+CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
+CudnnAttention::~CudnnAttention() = default;
+
+bool CudnnAttention::available() {
+  if (!state_->warned) warn("this build has no cuDNN (see ./dev build)");
+  state_->warned = true;
+  return false;
+}
+bool CudnnAttention::forward(const Context&, const AttentionShape&, const Tensor&, const Documents&,
+                             const Tensor&, const Tensor&, std::byte*) {
+  return false;
+}
+bool CudnnAttention::backward(const Context&, const AttentionShape&, const Tensor&, const Tensor&,
+                              const Tensor&, const Tensor&, const Documents&, const Tensor&,
+                              std::byte*) {
+  return false;
+}
+
+#else
+
+namespace {
+
+namespace fe = cudnn_frontend;
+using fe::graph::Tensor_attributes;
+using TensorHandle = std::shared_ptr<Tensor_attributes>;
+
+enum Uid : std::int64_t {
+  kQ = 1, kK, kV, kO, kStats, kDO, kDQ, kDK, kDV, kLengths, kQkvOffsets, kOutOffsets, kStatsOffsets
+};
+
+struct GraphKey {
+  int heads, kv_heads, head_size;
+  std::int64_t batch, longest;
+  std::int64_t tokens;  // 0 for dense graphs: batch * longest
+  bool backward;
+  auto operator<=>(const GraphKey&) const = default;
+  bool ragged() const { return tokens != 0; }
+};
+
+struct Graph {
+  std::shared_ptr<fe::graph::Graph> graph;
+  std::size_t workspace = 0;
+  std::string failure;  // why it is not used; empty for one that is
+};
+
+/// Makes the tensors and the node of a graph.
+class GraphMaker {
+ public:
+  GraphMaker(const GraphKey& key, int capability)
+      : key_(key),
+        shape_{key.heads, key.kv_heads, key.head_size},
+        graph_(std::make_shared<fe::graph::Graph>()) {
+    graph_->set_io_data_type(fe::DataType_t::BFLOAT16)
+        .set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT)
+        .set_sm_version(capability);  // nodes take it over when they are added
+    if (!key.ragged()) return;
+    lengths_ = plain(kLengths, "lengths", key.batch, fe::DataType_t::INT32);
+    qkv_offsets_ = plain(kQkvOffsets, "qkv_offsets", key.batch + 1, fe::DataType_t::INT64);
+    out_offsets_ = plain(kOutOffsets, "out_offsets", key.batch + 1, fe::DataType_t::INT64);
+    stats_offsets_ = plain(kStatsOffsets, "stats_offsets", key.batch + 1, fe::DataType_t::INT64);
+  }
+
+  std::shared_ptr<fe::graph::Graph> make() {
+    key_.backward ? add_backward() : add_forward();
+    return graph_;
+  }
+
+ private:
+  TensorHandle plain(std::int64_t uid, const char* name, std::int64_t count, fe::DataType_t type) {
+    return graph_->tensor(Tensor_attributes()
+                              .set_name(name)
+                              .set_uid(uid)
+                              .set_dim({count, 1, 1, 1})
+                              .set_stride({1, 1, 1, 1})
+                              .set_data_type(type));
+  }
+  /// [batch, heads, longest, width] over memory with `per_token` elements per token.
+  void place(Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads, std::int64_t width,
+             std::int64_t per_token, fe::DataType_t type, const TensorHandle& offsets) const {
+    tensor.set_uid(uid)
+        .set_dim({key_.batch, heads, key_.longest, width})
+        .set_stride({key_.longest * per_token, width, per_token, 1})
+        .set_data_type(type);
+    if (key_.ragged()) tensor.set_ragged_offset(offsets);
+  }
+  TensorHandle heads_of_qkv(std::int64_t uid, const char* name, std::int64_t heads) const {
+    Tensor_attributes tensor;
+    tensor.set_name(name);
+    place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16, qkv_offsets_);
+    return graph_->tensor(tensor);
+  }
+  TensorHandle output_like(std::int64_t uid, const char* name) const {
+    Tensor_attributes tensor;
+    tensor.set_name(name);
+    place(tensor, uid, key_.heads, key_.head_size, shape_.output_width(), fe::DataType_t::BFLOAT16,
+          out_offsets_);
+    return graph_->tensor(tensor);
+  }
+  void place_statistics(Tensor_attributes& tensor) const {
+    place(tensor, kStats, key_.heads, 1, key_.heads, fe::DataType_t::FLOAT, stats_offsets_);
+  }
+
+  template <typename Attributes>
+  void set_masks(Attributes& attributes) const {
+    attributes.set_name("attention")
+        .set_attn_scale(1.0f / std::sqrt(static_cast<float>(key_.head_size)))
+        .set_causal_mask(true);
+    if (!key_.ragged()) return;
+    attributes.set_padding_mask(true).set_seq_len_q(lengths_).set_seq_len_kv(lengths_);
+  }
+
+  void add_forward() {
+    fe::graph::SDPA_attributes attributes;
+    attributes.set_generate_stats(true);
+    set_masks(attributes);
+    const auto [out, stats] =
+        graph_->sdpa(heads_of_qkv(kQ, "q", key_.heads), heads_of_qkv(kK, "k", key_.kv_heads),
+                     heads_of_qkv(kV, "v", key_.kv_heads), attributes);
+    out->set_output(true);
+    place(*out, kO, key_.heads, key_.head_size, shape_.output_width(), fe::DataType_t::BFLOAT16,
+          out_offsets_);
+    stats->set_output(true);
+    place_statistics(*stats);
+  }
+
+  void add_backward() {
+    fe::graph::SDPA_backward_attributes attributes;
+    set_masks(attributes);
+    // Without it the FP32 sums have batch * longest rows instead of one per token.
+    if (key_.ragged()) {
+      attributes.set_max_total_seq_len_q(key_.tokens).set_max_total_seq_len_kv(key_.tokens);
+    }
+    Tensor_attributes statistics;
+    statistics.set_name("stats");
+    place_statistics(statistics);
+    const auto [dq, dk, dv] = graph_->sdpa_backward(
+        heads_of_qkv(kQ, "q", key_.heads), heads_of_qkv(kK, "k", key_.kv_heads),
+        heads_of_qkv(kV, "v", key_.kv_heads), output_like(kO, "o"), output_like(kDO, "do"),
+        graph_->tensor(statistics), attributes);
+    const auto gradient = [&](Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads) {
+      tensor.set_output(true);
+      place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16,
+            qkv_offsets_);
+    };
+    gradient(*dq, kDQ, key_.heads);
+    gradient(*dk, kDK, key_.kv_heads);
+    gradient(*dv, kDV, key_.kv_heads);
+  }
+
+  GraphKey key_;
+  AttentionShape shape_;
+  std::shared_ptr<fe::graph::Graph> graph_;
+  TensorHandle lengths_, qkv_offsets_, out_offsets_, stats_offsets_;
+};
+
+Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
+  Graph built;
+  built.graph = GraphMaker(key, device().capability).make();
+  fe::error_t status = built.graph->build(handle, {fe::HeurMode_t::A});
+  if (status.is_bad()) {
+    built.failure = status.get_message();
+    return built;
+  }
+  std::int64_t bytes = 0;
+  if (built.graph->get_workspace_size(bytes).is_bad()) built.failure = "its workspace is unknown";
+  built.workspace = static_cast<std::size_t>(bytes);
+  return built;
+}
+
+GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::int64_t tokens,
+                bool backward) {
+  GraphKey key{shape.heads, shape.kv_heads,    shape.head_size, documents.count,
+               documents.longest, 0, backward};
+  // No document is longer than `longest`, so together they reach this sum only if all are as long.
+  if (documents.count * documents.longest == tokens) return key;
+  key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
+  key.longest = std::min(documents.longest, tokens);
+  key.tokens = tokens;
+  return key;
+}
+
+}  // namespace
+
+struct CudnnAttention::State {
+  bool looked = false;
+  void* library = nullptr;
+  cudnnHandle_t handle = nullptr;
+  std::map<GraphKey, Graph> graphs;
+
+  bool look() {
+    if (looked) return library != nullptr;
+    looked = true;
+    const std::string name = fmt::format("libcudnn.so.{}", CUDNN_MAJOR);
+    library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      const char* const reason = dlerror();
+      warn(fmt::format("cuDNN could not be opened ({}): install it or add its folder to LD_LIBRARY_PATH",
+                       reason == nullptr ? name.c_str() : reason));
+      return false;
+    }
+    cudnn_frontend::cudnn_dlhandle = library;
+    return true;
+  }
+
+  /// Null when cuDNN does not serve it within `planned` bytes; says so once per graph.
+  const Graph* graph(const GraphKey& key, std::size_t planned) {
+    if (!look()) return nullptr;
+    auto known = graphs.find(key);
+    if (known == graphs.end()) {
+      Graph built;
+      try {
+        if (handle == nullptr) {
+          check(fe::detail::create_handle(&handle) == CUDNN_STATUS_SUCCESS, "cudnnCreate failed");
+        }
+        built = build_graph(key, handle);
+      } catch (const std::exception& error) {  // the frontend throws where it opens libraries
+        built.failure = error.what();
+      }
+      const std::size_t needed = built.workspace + (key.ragged() ? offsets_bytes(key.batch) : 0);
+      if (built.failure.empty() && needed > planned) {
+        built.failure = fmt::format("it asks for {} MiB of workspace and {} are planned",
+                                    needed / kMebibyte, planned / kMebibyte);
+      }
+      if (!built.failure.empty()) {
+        warn(fmt::format("cuDNN does not serve attention {} with {}/{} heads of {}, {} documents up to {}: {}",
+                         key.backward ? "backward" : "forward", key.heads, key.kv_heads, key.head_size,
+                         key.batch, key.longest, built.failure));
+        built.graph.reset();
+      }
+      known = graphs.emplace(key, std::move(built)).first;
+    }
+    return known->second.graph == nullptr ? nullptr : &known->second;
+  }
+
+  /// Makes the offsets of a ragged batch behind the graph's own workspace and names them to it.
+  static void add_offsets(const GraphKey& key, const AttentionShape& shape, const Documents& documents,
+                          std::byte* memory, cudaStream_t stream,
+                          std::unordered_map<std::int64_t, void*>& pointers) {
+    const auto documents_and_end = static_cast<std::size_t>(key.batch) + 1;
+    const auto cut = [&](std::size_t bytes) {
+      std::byte* const piece = memory;
+      memory += round_up(bytes);
+      return piece;
+    };
+    const auto cut_offsets = [&] {
+      return reinterpret_cast<std::int64_t*>(cut(documents_and_end * sizeof(std::int64_t)));
+    };
+    RaggedOffsets offsets{};
+    offsets.lengths = reinterpret_cast<std::int32_t*>(
+        cut((documents_and_end - 1) * sizeof(std::int32_t)));
+    offsets.qkv = cut_offsets();
+    offsets.out = cut_offsets();
+    offsets.statistics = cut_offsets();
+    make_ragged_offsets(documents.starts.as<std::int32_t>(), documents.count, key.batch,
+                        shape.qkv_width(), shape.output_width(), shape.heads, offsets, stream);
+    pointers[kLengths] = offsets.lengths;
+    pointers[kQkvOffsets] = offsets.qkv;
+    pointers[kOutOffsets] = offsets.out;
+    pointers[kStatsOffsets] = offsets.statistics;
+  }
+
+  bool run(const Context& context, const AttentionShape& shape, const Documents& documents,
+           std::int64_t tokens, bool backward, std::byte* workspace,
+           std::unordered_map<std::int64_t, void*> pointers) {
+    const GraphKey key = key_of(shape, documents, tokens, backward);
+    const Graph* const found = graph(key, planned_bytes(shape, tokens, backward));
+    if (found == nullptr) return false;
+    const cudaStream_t stream = stream_of(context.stream);
+    if (key.ragged()) {
+      add_offsets(key, shape, documents, workspace + round_up(found->workspace), stream, pointers);
+    }
+    const std::string_view operation = backward ? "attention_backward" : "attention_forward";
+    check(fe::detail::set_stream(handle, stream) == CUDNN_STATUS_SUCCESS,
+          "{}: cuDNN does not take the stream", operation);
+    fe::error_t status = found->graph->execute(handle, pointers, workspace);
+    check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
+          status.get_message());
+    return true;
+  }
+};
+
+namespace {
+
+/// Where queries, keys and values of the interleaved tensor begin.
+struct Sections {
+  std::byte *query, *key, *value;
+  Sections(const Tensor& qkv, const AttentionShape& shape) {
+    const auto head_bytes = static_cast<std::int64_t>(shape.head_size * size_of(qkv.type));
+    query = qkv.data;
+    key = query + shape.heads * head_bytes;
+    value = key + shape.kv_heads * head_bytes;
+  }
+};
+
+}  // namespace
+
+CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
+
+CudnnAttention::~CudnnAttention() {
+  if (state_->handle != nullptr) fe::detail::destroy_handle(state_->handle);
+}
+
+bool CudnnAttention::available() { return state_->look(); }
+
+bool CudnnAttention::forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
+                             const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,
+                             std::byte* workspace) {
+  const Sections in(qkv, shape);
+  return state_->run(context, shape, documents, qkv.rows(), false, workspace,
+                     {{kQ, in.query},
+                      {kK, in.key},
+                      {kV, in.value},
+                      {kO, out.data},
+                      {kStats, log_sum_exp.data}});
+}
+
+bool CudnnAttention::backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+                              const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                              const Documents& documents, const Tensor& dqkv, std::byte* workspace) {
+  const Sections in(qkv, shape), gradient(dqkv, shape);
+  return state_->run(context, shape, documents, qkv.rows(), true, workspace,
+                     {{kQ, in.query},
+                      {kK, in.key},
+                      {kV, in.value},
+                      {kO, out.data},
+                      {kDO, dout.data},
+                      {kStats, log_sum_exp.data},
+                      {kDQ, gradient.query},
+                      {kDK, gradient.key},
+                      {kDV, gradient.value}});
+}
+
+#endif
+
+}  // namespace agoq::cuda

@@ -1,0 +1,49 @@
+// Attention by cuDNN (through the header-only cudnn-frontend): one graph per shape and direction, kept.
+// BF16 only. Host code only.
+//
+// Which tokens belong together:
+//   dense    all documents have the same length (count * longest = N): they are the batch dimension;
+//   ragged   else: the batch dimension is the number of documents rounded up to a power of two (so that
+//            few graphs serve all batches), with padding masks and offsets that a kernel makes from
+//            Documents::starts in the workspace. Documents beyond the last have no tokens.
+//
+// Workspace. What cuDNN asks for is known once a graph is built, which needs cuDNN and takes a second or
+// more, and differs between dense and ragged graphs; the plan needs one figure that holds for every
+// batch. So callers take planned_bytes(), a bound from the sizes of the tensors that cuDNN keeps, and a
+// graph that asks for more than that is not used.
+//
+// cuDNN is opened at run time. Where it or its headers are missing, nothing is available and the plain
+// kernels of attention.cu serve.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "backend/backend.h"
+
+namespace agoq::cuda {
+
+class CudnnAttention {
+ public:
+  CudnnAttention();
+  ~CudnnAttention();
+
+  /// Whether cuDNN was found; needs no GPU. The first call that finds none writes a line to stderr.
+  bool available();
+  /// The workspace to take for a call.
+  static std::size_t planned_bytes(const AttentionShape& shape, std::int64_t tokens, bool backward);
+
+  /// These return false, having done nothing, when cuDNN does not serve the shape within the workspace.
+  bool forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
+               const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,
+               std::byte* workspace);
+  bool backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+                const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                const Documents& documents, const Tensor& dqkv, std::byte* workspace);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace agoq::cuda

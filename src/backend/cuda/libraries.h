@@ -1,0 +1,56 @@
+// Handles of cuBLASLt and cuDNN and what is kept per shape. Made at first use: plans run on machines
+// without a GPU, where cublasLtCreate fails. Host code only.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+
+#include "backend/cuda/cudnn_attention.h"
+
+namespace agoq::cuda {
+
+/// What decides which algorithm a product gets. Matrices as cuBLASLt sees them, by columns.
+struct ProductKey {
+  std::int64_t m = 0, n = 0, k = 0;
+  std::int64_t a_stride = 0, b_stride = 0, c_stride = 0;  // elements between columns
+  bool transpose_a = false, transpose_b = false, accumulate = false;
+  cudaDataType_t operand_type = CUDA_R_32F, result_type = CUDA_R_32F;
+  std::uint32_t a_alignment = 0, b_alignment = 0, c_alignment = 0;  // bytes
+
+  auto operator<=>(const ProductKey&) const = default;
+};
+
+/// A product ready to run. The descriptors are plain memory (the Init functions), so that a lookup
+/// allocates nothing.
+struct Product {
+  cublasLtMatmulDescOpaque_t operation{};
+  cublasLtMatrixLayoutOpaque_t a{}, b{}, c{};
+  cublasLtMatmulAlgo_t algorithm{};
+};
+
+struct Libraries {
+  Libraries();
+  ~Libraries();
+  Libraries(const Libraries&) = delete;
+  Libraries& operator=(const Libraries&) = delete;
+
+  /// cuBLASLt's handle; throws Error when there is no usable GPU.
+  cublasLtHandle_t cublas();
+
+  /// Set: the heuristic's first candidate, untimed, and plain attention, so that every run computes the
+  /// same bits.
+  bool deterministic = false;
+  std::map<ProductKey, Product> products;
+  std::array<cudaEvent_t, 2> events{};  // start and end of a timing; made with the handle
+  CudnnAttention attention;
+
+ private:
+  cublasLtHandle_t cublas_ = nullptr;
+};
+
+}  // namespace agoq::cuda

@@ -1,0 +1,369 @@
+// Matrix products by cuBLASLt.
+//
+//   c = op(a) op(b) (+ c)      BF16 x BF16 -> BF16 or FP32, FP32 x FP32 -> FP32; sums in FP32, no TF32
+//
+// Layout. A row-major matrix [rows, width] is, by columns, its transpose with stride `width`. So
+// cuBLASLt is asked for c^T = op(b)^T op(a)^T: its first operand is our b, transposed where ours is.
+//
+// Algorithm. The first time a product is seen (shape, transposes, types, accumulate, alignment), the
+// heuristic's first candidates run on the operands at hand and the fastest is kept; a product that
+// accumulates keeps its c in host memory meanwhile and gets it back. That first call waits for the GPU
+// and takes four runs of each candidate; a call while the stream is being captured does not time. Timing
+// may choose otherwise in another run, and another algorithm sums in another order: with
+// Libraries::deterministic the first candidate is taken, which depends on the product alone.
+// Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every product, in plans too.
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/device.h"
+#include "backend/cuda/libraries.h"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+/// NVIDIA's recommendation for Hopper. More buys nothing, less shuts out some split-K algorithms.
+constexpr std::size_t kMatmulWorkspace = std::size_t{32} << 20;
+constexpr int kCandidates = 8;
+constexpr int kTimedRuns = 3;
+/// The most that the FP32 product on its way to a quantised main gradient takes at once.
+constexpr std::int64_t kSlabBytes = std::int64_t{64} << 20;
+/// The tile of cuBLASLt's usual Hopper algorithm: what slabs are counted in.
+constexpr std::int64_t kTileRows = 128, kTileColumns = 256;
+
+void expect_success(cublasStatus_t status, std::string_view operation) {
+  check(status == CUBLAS_STATUS_SUCCESS, "{}: cuBLASLt reports '{}'; the last saved state is intact",
+        operation, cublasLtGetStatusString(status));
+}
+
+/// The largest power of two up to 256 that divides the address.
+std::uint32_t alignment_of(const void* data) {
+  const auto address = reinterpret_cast<std::uintptr_t>(data) | 256u;
+  return static_cast<std::uint32_t>(address & (~address + 1));
+}
+
+cudaDataType_t library_type(ElementType type) {
+  return type == ElementType::kBf16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+/// A row-major matrix, perhaps some columns of a wider one.
+struct Matrix {
+  std::byte* data = nullptr;
+  ElementType type = ElementType::kFp32;
+  std::int64_t rows = 0, width = 0;
+  std::int64_t stride = 0;  // elements from row to row
+};
+
+Matrix matrix_of(const Tensor& tensor) {
+  return {tensor.data, tensor.type, tensor.rows(), tensor.width(), tensor.width()};
+}
+
+Matrix columns_of(const Tensor& tensor, std::int64_t first, std::int64_t last) {
+  return {tensor.data + first * static_cast<std::int64_t>(size_of(tensor.type)), tensor.type,
+          tensor.rows(), last - first, tensor.width()};
+}
+
+struct Extents {
+  std::int64_t m, n, k;
+};
+
+Extents check_product(std::string_view operation, const Matrix& a, bool flip_a, const Matrix& b,
+                      bool flip_b, const Matrix& c) {
+  const Extents e{flip_a ? a.width : a.rows, flip_b ? b.rows : b.width, flip_a ? a.rows : a.width};
+  const std::int64_t inner = flip_b ? b.width : b.rows;
+  check(inner == e.k && c.rows == e.m && c.width == e.n,
+        "{}: op(a) is [{}, {}], op(b) [{}, {}] and c [{}, {}]: they do not multiply", operation, e.m, e.k,
+        inner, e.n, c.rows, c.width);
+  const bool exact = a.type == ElementType::kFp32 && b.type == ElementType::kFp32 &&
+                     c.type == ElementType::kFp32;
+  const bool brain = a.type == ElementType::kBf16 && b.type == ElementType::kBf16 &&
+                     (c.type == ElementType::kBf16 || c.type == ElementType::kFp32);
+  check(exact || brain,
+        "{}: a is {}, b {} and c {}: on the GPU a and b are both bf16 (c bf16 or fp32) or all are fp32; "
+        "convert with copy",
+        operation, name_of(a.type), name_of(b.type), name_of(c.type));
+  return e;
+}
+
+/// The operands of one call, in cuBLASLt's order: its first is our b.
+struct Operands {
+  const void* first;
+  const void* second;
+  void* result;
+  std::byte* workspace;
+  cudaStream_t stream;
+};
+
+ProductKey key_of(const Extents& e, const Matrix& a, bool flip_a, const Matrix& b, bool flip_b,
+                  const Matrix& c, bool accumulate) {
+  ProductKey key;
+  key.m = e.n, key.n = e.m, key.k = e.k;
+  key.a_stride = b.stride, key.b_stride = a.stride, key.c_stride = c.stride;
+  key.transpose_a = flip_b, key.transpose_b = flip_a, key.accumulate = accumulate;
+  key.operand_type = library_type(a.type), key.result_type = library_type(c.type);
+  key.a_alignment = alignment_of(b.data), key.b_alignment = alignment_of(a.data);
+  key.c_alignment = alignment_of(c.data);
+  return key;
+}
+
+template <typename Value>
+void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute, Value value) {
+  expect_success(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)), "matmul");
+}
+
+template <typename Value>
+void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute,
+         Value value) {
+  expect_success(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)),
+                 "matmul");
+}
+
+/// Descriptors of a product, without an algorithm.
+Product describe(const ProductKey& key) {
+  Product product;
+  expect_success(cublasLtMatmulDescInit(&product.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "matmul");
+  set(product.operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(product.operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  const auto layout = [](cublasLtMatrixLayoutOpaque_t& of, cudaDataType_t type, std::int64_t rows,
+                         std::int64_t columns, std::int64_t stride) {
+    expect_success(cublasLtMatrixLayoutInit(&of, type, static_cast<std::uint64_t>(rows),
+                                            static_cast<std::uint64_t>(columns), stride),
+                   "matmul");
+  };
+  layout(product.a, key.operand_type, key.transpose_a ? key.k : key.m, key.transpose_a ? key.m : key.k,
+         key.a_stride);
+  layout(product.b, key.operand_type, key.transpose_b ? key.n : key.k, key.transpose_b ? key.k : key.n,
+         key.b_stride);
+  layout(product.c, key.result_type, key.m, key.n, key.c_stride);
+  return product;
+}
+
+int find_candidates(cublasLtHandle_t handle, const ProductKey& key, Product& product,
+                    std::array<cublasLtMatmulHeuristicResult_t, kCandidates>& candidates) {
+  cublasLtMatmulPreferenceOpaque_t preference;
+  expect_success(cublasLtMatmulPreferenceInit(&preference), "matmul");
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::uint64_t{kMatmulWorkspace});
+  // Partial sums of split-K in the result's type would round BF16 sums in between.
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.a_alignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.b_alignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.c_alignment);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.c_alignment);
+  int found = 0;
+  expect_success(cublasLtMatmulAlgoGetHeuristic(handle, &product.operation, &product.a, &product.b,
+                                                &product.c, &product.c, &preference, kCandidates,
+                                                candidates.data(), &found),
+                 "matmul");
+  check(found > 0, "matmul: cuBLASLt has no algorithm for a product of extents {} x {} x {}", key.n,
+        key.m, key.k);
+  return found;
+}
+
+cublasStatus_t run(cublasLtHandle_t handle, const ProductKey& key, Product& product,
+                   const cublasLtMatmulAlgo_t& algorithm, const Operands& operands) {
+  const float alpha = 1.0f, beta = key.accumulate ? 1.0f : 0.0f;
+  return cublasLtMatmul(handle, &product.operation, &alpha, operands.first, &product.a, operands.second,
+                        &product.b, &beta, operands.result, &product.c, operands.result, &product.c,
+                        &algorithm, operands.workspace, kMatmulWorkspace, operands.stream);
+}
+
+/// Keeps the matrix c in host memory during its life.
+class Kept {
+ public:
+  Kept(const ProductKey& key, const Operands& operands)
+      : row_bytes_(static_cast<std::size_t>(key.m) * (key.result_type == CUDA_R_16BF ? 2 : 4)),
+        stride_bytes_(row_bytes_ / static_cast<std::size_t>(key.m) *
+                      static_cast<std::size_t>(key.c_stride)),
+        rows_(static_cast<std::size_t>(key.n)),
+        operands_(operands) {
+    if (!key.accumulate) return;  // the real run overwrites it
+    memory_.resize(row_bytes_ * rows_);
+    cuda::expect_success(
+        cudaMemcpy2DAsync(memory_.data(), row_bytes_, operands.result, stride_bytes_, row_bytes_, rows_,
+                          cudaMemcpyDeviceToHost, operands.stream),
+        "matmul");
+    cuda::expect_success(cudaStreamSynchronize(operands.stream), "matmul");
+  }
+  void restore() const {
+    if (memory_.empty()) return;
+    cuda::expect_success(
+        cudaMemcpy2DAsync(operands_.result, stride_bytes_, memory_.data(), row_bytes_, row_bytes_, rows_,
+                          cudaMemcpyHostToDevice, operands_.stream),
+        "matmul");
+    cuda::expect_success(cudaStreamSynchronize(operands_.stream), "matmul");
+  }
+
+ private:
+  std::size_t row_bytes_, stride_bytes_, rows_;
+  Operands operands_;
+  std::vector<std::byte> memory_;
+};
+
+/// Milliseconds of a run, or infinity for a candidate that does not run after all.
+float time_of(Libraries& libraries, const ProductKey& key, Product& product,
+              const cublasLtMatmulAlgo_t& algorithm, const Operands& operands) {
+  const auto [start, end] = libraries.events;
+  // The first run loads the kernel.
+  if (run(libraries.cublas(), key, product, algorithm, operands) != CUBLAS_STATUS_SUCCESS) {
+    return std::numeric_limits<float>::infinity();
+  }
+  cuda::expect_success(cudaEventRecord(start, operands.stream), "matmul");
+  for (int i = 0; i < kTimedRuns; ++i) {
+    expect_success(run(libraries.cublas(), key, product, algorithm, operands), "matmul");
+  }
+  cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
+  cuda::expect_success(cudaEventSynchronize(end), "matmul");
+  float milliseconds = 0;
+  cuda::expect_success(cudaEventElapsedTime(&milliseconds, start, end), "matmul");
+  return milliseconds;
+}
+
+/// Whether the stream is being captured into a graph: nothing may wait then.
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda::expect_success(cudaStreamIsCapturing(stream, &status), "matmul");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void multiply(Libraries& libraries, const ProductKey& key, const Operands& operands) {
+  const cublasLtHandle_t handle = libraries.cublas();
+  if (const auto known = libraries.products.find(key); known != libraries.products.end()) {
+    expect_success(run(handle, key, known->second, known->second.algorithm, operands), "matmul");
+    return;
+  }
+  Product product = describe(key);
+  std::array<cublasLtMatmulHeuristicResult_t, kCandidates> candidates;
+  const int found = find_candidates(handle, key, product, candidates);
+  product.algorithm = candidates[0].algo;
+  const bool timed = !libraries.deterministic && found > 1 && !is_capturing(operands.stream);
+  if (timed) {
+    const Kept kept(key, operands);
+    float best = std::numeric_limits<float>::infinity();
+    for (int i = 0; i < found; ++i) {
+      const cublasLtMatmulAlgo_t& algorithm = candidates[static_cast<std::size_t>(i)].algo;
+      const float time = time_of(libraries, key, product, algorithm, operands);
+      if (time < best) best = time, product.algorithm = algorithm;
+    }
+    kept.restore();
+  }
+  // What was not timed for want of a moment to wait is timed when it is seen again.
+  if (timed || libraries.deterministic || found == 1) libraries.products.emplace(key, product);
+  expect_success(run(handle, key, product, product.algorithm, operands), "matmul");
+}
+
+/// Rows of dW per slab: within kSlabBytes, whole tiles, and the fewest waves of tiles over the GPU's
+/// multiprocessors; of equals the largest.
+std::int64_t slab_rows(std::int64_t rows, std::int64_t columns, std::int64_t most,
+                       std::int64_t multiprocessors) {
+  const auto waves = [&](std::int64_t slab) {
+    const std::int64_t tiles = (slab + kTileRows - 1) / kTileRows *
+                               ((columns + kTileColumns - 1) / kTileColumns);
+    return (tiles + multiprocessors - 1) / multiprocessors;
+  };
+  if (most >= rows) return rows;
+  std::int64_t best = most, least = std::numeric_limits<std::int64_t>::max();
+  for (std::int64_t slab = most; slab > 0; slab -= kTileRows) {
+    const std::int64_t left = rows % slab;
+    const std::int64_t total = rows / slab * waves(slab) + (left > 0 ? waves(left) : 0);
+    if (total < least) least = total, best = slab;
+  }
+  return best;
+}
+
+/// The most rows of dW that a slab may have: planned without a GPU.
+std::int64_t most_slab_rows(std::int64_t rows, std::int64_t columns) {
+  const std::int64_t fitting = kSlabBytes / (columns * static_cast<std::int64_t>(sizeof(float)));
+  return std::min(rows, std::max(kTileRows, fitting / kTileRows * kTileRows));
+}
+
+}  // namespace
+
+Libraries::Libraries() = default;
+
+Libraries::~Libraries() {
+  for (const cudaEvent_t event : events) {
+    if (event != nullptr) cudaEventDestroy(event);
+  }
+  if (cublas_ != nullptr) cublasLtDestroy(cublas_);
+}
+
+cublasLtHandle_t Libraries::cublas() {
+  if (cublas_ == nullptr) {
+    device();  // says what is missing where there is no GPU
+    expect_success(cublasLtCreate(&cublas_), "opening cuBLASLt");
+    for (cudaEvent_t& event : events) cuda::expect_success(cudaEventCreate(&event), "opening cuBLASLt");
+  }
+  return cublas_;
+}
+
+CudaBackend::CudaBackend() = default;
+CudaBackend::~CudaBackend() = default;
+
+Libraries& CudaBackend::libraries() {
+  if (!libraries_) libraries_ = std::make_unique<Libraries>();
+  return *libraries_;
+}
+
+void CudaBackend::set_deterministic(bool deterministic) {
+  Libraries& own = libraries();
+  if (own.deterministic != deterministic) own.products.clear();
+  own.deterministic = deterministic;
+}
+
+void CudaBackend::matmul(const Context& context, const Tensor& a, Transpose transpose_a, const Tensor& b,
+                         Transpose transpose_b, const Tensor& c, bool accumulate) {
+  check(a && b && c, "matmul: a, b and c are required, and one was not given");
+  const bool flip_a = transpose_a == Transpose::kYes, flip_b = transpose_b == Transpose::kYes;
+  const Matrix left = matrix_of(a), right = matrix_of(b), product = matrix_of(c);
+  const Extents e = check_product("matmul", left, flip_a, right, flip_b, product);
+  if (e.m == 0 || e.n == 0) return;
+  check(e.k > 0, "matmul: the inner extent is 0: there is nothing to sum");
+  const Arena::Scope scope(context.workspace);
+  std::byte* workspace = context.workspace.take(kMatmulWorkspace);
+  if (context.workspace.is_measuring()) return;
+  multiply(libraries(), key_of(e, left, flip_a, right, flip_b, product, accumulate),
+           {b.data, a.data, c.data, workspace, stream_of(context.stream)});
+}
+
+// Slabs of rows: the product of a slab, in FP32, is added to its rows of the main gradient while it is
+// still in the cache, and the product of the whole tensor never exists.
+void CudaBackend::accumulate_weight_gradient(const Context& context, const Tensor& dy, const Tensor& x,
+                                             const QuantTensor& main, const RandomKey& key,
+                                             const Tensor& counters) {
+  const bool exact = main.format.is_exact() && element_type_of(main.format) == ElementType::kFp32;
+  // Stochastic rounding draws by the element's place in the whole tensor, which a slab does not know.
+  if (exact || main.format.rounding == Rounding::kStochastic) {
+    Backend::accumulate_weight_gradient(context, dy, x, main, key, counters);
+    return;
+  }
+  check(dy && x, "accumulate_weight_gradient: dy and x are required, and one was not given");
+  check(dy.rows() == x.rows() && dy.width() == main.rows() && x.width() == main.width(),
+        "accumulate_weight_gradient: dy {} and x {} do not make a gradient of [{}, {}]",
+        dy.shape.to_string(), x.shape.to_string(), main.rows(), main.width());
+  if (main.rows() == 0 || main.width() == 0) return;
+  const std::int64_t rows = main.rows(), columns = main.width();
+  const std::int64_t most = most_slab_rows(rows, columns);
+  const Arena::Scope scope(context.workspace);
+  const Tensor slab = context.workspace.take(ElementType::kFp32, Shape{most, columns});
+  std::byte* workspace = context.workspace.take(kMatmulWorkspace);
+  const std::int64_t step = context.workspace.is_measuring()
+                                ? most
+                                : slab_rows(rows, columns, most, device().multiprocessors);
+  for (std::int64_t first = 0; first < rows; first += step) {
+    const std::int64_t last = std::min(first + step, rows);
+    const Tensor product = slab.slice_rows(0, last - first);
+    const Matrix left = columns_of(dy, first, last), right = matrix_of(x), result = matrix_of(product);
+    const Extents e = check_product("accumulate_weight_gradient", left, true, right, false, result);
+    check(e.k > 0, "accumulate_weight_gradient: there are no tokens to sum over");
+    if (!context.workspace.is_measuring()) {
+      multiply(libraries(), key_of(e, left, true, right, false, result, false),
+               {right.data, left.data, product.data, workspace, stream_of(context.stream)});
+    }
+    accumulate(context, product, main.slice_rows(first, last), key, counters);
+  }
+}
+
+}  // namespace agoq::cuda

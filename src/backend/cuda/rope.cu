@@ -1,0 +1,136 @@
+// Rotary position embedding, in place on the query and key heads of qkv [N, (heads + 2 kv) d]:
+//   (x_i, x_{i + d/2})  ->  (x_i cos - x_{i + d/2} sin,  x_{i + d/2} cos + x_i sin),  i < d/2,
+// with (cos, sin) = table[position][i]. The inverse takes -sin.
+//
+// Ownership. kTokenThreads neighbouring threads share a token. A thread keeps the angles of one vector of
+// eight pairs in registers and turns that vector in every kTokenThreads / (d / 16)-th head, kHeads heads
+// at a time so that their loads are in flight together. Head sizes that are not multiples of 16 go pair
+// by pair. No sums: the results are the CPU backend's bits.
+//
+// A position outside the table turns its token into NaN, which the engine's checks find: the positions
+// are in device memory, and looking at them here would stall the stream.
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/launch.cuh"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTokenThreads = 64;
+constexpr int kHeads = 2;
+constexpr int kBlocksPerMultiprocessor = 32;
+
+struct Geometry {
+  std::int64_t tokens, width, known;
+  int rotated, half;  // heads that turn; pairs per head
+  float sign;
+};
+
+__device__ __forceinline__ void rotate(float& a, float& b, float cosine, float sine) {
+  const float first = a * cosine - b * sine;
+  b = b * cosine + a * sine;
+  a = first;
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, 3)
+    rope_vectors(Storage* qkv, const std::int32_t* positions, const float* table, Geometry g) {
+  const int thread = threadIdx.x % kTokenThreads;
+  const int vectors = g.half / kVector, slots = kTokenThreads / vectors;
+  const int vector = thread % vectors, slot = thread / vectors;
+  if (slot >= slots) return;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kTokenThreads);
+  for (std::int64_t token = std::int64_t{blockIdx.x} * (kThreads / kTokenThreads) +
+                            threadIdx.x / kTokenThreads;
+       token < g.tokens; token += step) {
+    const std::int64_t position = positions[token];
+    const bool known = position >= 0 && position < g.known;
+    float cosine[kVector], sine[kVector];
+    const float4* angles = reinterpret_cast<const float4*>(
+        table + ((known ? position : 0) * g.half + vector * kVector) * 2);
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) {
+      const float4 two = angles[i];
+      cosine[2 * i] = known ? two.x : nanf(""), sine[2 * i] = g.sign * two.y;
+      cosine[2 * i + 1] = known ? two.z : nanf(""), sine[2 * i + 1] = g.sign * two.w;
+    }
+    Storage* const own = qkv + token * g.width + vector * kVector;
+    for (int head = slot; head < g.rotated; head += kHeads * slots) {
+      float a[kHeads][kVector], b[kHeads][kVector];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        if (head + h * slots >= g.rotated) continue;
+        Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
+        load_vector(first, a[h]);
+        load_vector(first + g.half, b[h]);
+      }
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        if (head + h * slots >= g.rotated) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) rotate(a[h][i], b[h][i], cosine[i], sine[i]);
+        Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
+        store_vector(a[h], first);
+        store_vector(b[h], first + g.half);
+      }
+    }
+  }
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads)
+    rope_pairs(Storage* qkv, const std::int32_t* positions, const float* table, Geometry g) {
+  const std::int64_t per_token = std::int64_t{g.rotated} * g.half;
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t index = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+       index < g.tokens * per_token; index += step) {
+    const std::int64_t token = index / per_token;
+    const int in_token = static_cast<int>(index - token * per_token);
+    const int head = in_token / g.half, i = in_token - head * g.half;
+    const std::int64_t position = positions[token];
+    const bool known = position >= 0 && position < g.known;
+    const float* angle = table + ((known ? position : 0) * g.half + i) * 2;
+    Storage* const first = qkv + token * g.width + std::int64_t{head} * (2 * g.half) + i;
+    float a = load(first[0]), b = load(first[g.half]);
+    rotate(a, b, known ? angle[0] : nanf(""), g.sign * angle[1]);
+    store(a, first[0]);
+    store(b, first[g.half]);
+  }
+}
+
+}  // namespace
+
+void CudaBackend::rope(const Context& context, const AttentionShape& shape, const Tensor& qkv,
+                       const Tensor& positions, const Tensor& table, bool inverse) {
+  check(shape.head_size > 0 && shape.head_size % 2 == 0,
+        "rope: the head size must be even and is {}: rotation acts on pairs", shape.head_size);
+  const std::int64_t tokens = qkv.rows(), width = shape.qkv_width();
+  expect("rope", "qkv", qkv, qkv.type, tokens, width);
+  expect("rope", "positions", positions, ElementType::kInt32, tokens);
+  const std::int64_t known = table.count() / shape.head_size;
+  expect("rope", "table", table, ElementType::kFp32, known * shape.head_size);
+  check(known > 0, "rope: the table of angles is empty");
+  if (context.workspace.is_measuring() || tokens == 0) return;
+  const Geometry g{tokens, width, known, shape.heads + shape.kv_heads, shape.head_size / 2,
+                   inverse ? -1.0f : 1.0f};
+  for_storage("rope", qkv.type, [&]<typename Storage>() {
+    const cudaStream_t stream = stream_of(context.stream);
+    const bool vectors = g.half % kVector == 0 && g.half / kVector <= kTokenThreads &&
+                         vector_aligned<Storage>(qkv.data, g.half) &&
+                         vector_aligned<Storage>(qkv.data, width) &&
+                         vector_aligned<float>(table.data, kVector);
+    if (vectors) {
+      constexpr std::int64_t kTokens = kThreads / kTokenThreads;
+      rope_vectors<<<grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads, 0,
+                     stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
+    } else {
+      const std::int64_t pairs = tokens * g.rotated * g.half;
+      rope_pairs<<<grid_blocks((pairs + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,
+                   stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
+    }
+  });
+  expect_launched("rope");
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,176 @@
+// matmul and accumulate_weight_gradient on the GPU against the CPU.
+#include <string>
+
+#include "backend/cuda_testing.h"
+
+namespace agoq {
+namespace {
+
+using namespace testing_cuda;
+
+constexpr auto kFp32 = ElementType::kFp32, kBf16 = ElementType::kBf16;
+
+struct Types {
+  ElementType operand, result;
+  double tolerance;
+};
+// FP32: the order of the sums. BF16: both sides round the same sum to nearest, and seldom apart.
+constexpr Types kTypes[] = {{kBf16, kBf16, 1e-3}, {kBf16, kFp32, 1e-5}, {kFp32, kFp32, 1e-5}};
+
+struct Extents {
+  std::int64_t m, n, k;
+};
+constexpr Extents kExtents[] = {{1, 1, 1},        {1, 576, 129},   {7, 129, 1025},
+                                {1000, 576, 64},  {1025, 129, 33}, {128, 256, 512},
+                                {257, 1376, 100}, {33, 2048, 4096}};
+
+Twin matrix(Pair& pair, ElementType type, std::int64_t rows, std::int64_t columns, bool flipped) {
+  return pair.random(type, flipped ? Shape{columns, rows} : Shape{rows, columns});
+}
+
+Transpose transpose_if(bool flipped) { return flipped ? Transpose::kYes : Transpose::kNo; }
+
+TEST(CudaMatmul, AgreesWithTheCpu) {
+  AGOQ_NEEDS_GPU();
+  for (const Extents& e : kExtents) {
+    for (const Types& types : kTypes) {
+      for (int variant = 0; variant < 8; ++variant) {
+        const bool flip_a = variant & 1, flip_b = variant & 2, accumulate = variant & 4;
+        SCOPED_TRACE(std::to_string(e.m) + " x " + std::to_string(e.n) + " x " + std::to_string(e.k) +
+                     " " + std::string(name_of(types.operand)) + " to " +
+                     std::string(name_of(types.result)) + " variant " + std::to_string(variant));
+        Pair pair(std::size_t{64} << 20);
+        const Twin a = matrix(pair, types.operand, e.m, e.k, flip_a);
+        const Twin b = matrix(pair, types.operand, e.k, e.n, flip_b);
+        // Not accumulating, c holds NaN before: it must not be read.
+        const Twin c = accumulate ? pair.random(types.result, Shape{e.m, e.n}, 10.0)
+                                  : pair.empty(types.result, Shape{e.m, e.n});
+        cpu_backend().matmul(pair.cpu, a.cpu, transpose_if(flip_a), b.cpu, transpose_if(flip_b), c.cpu,
+                             accumulate);
+        cuda_backend().matmul(pair.cuda, a.cuda, transpose_if(flip_a), b.cuda, transpose_if(flip_b),
+                              c.cuda, accumulate);
+        EXPECT_LE(pair.error(c), types.tolerance);
+        EXPECT_EQ(pair.cuda.workspace.used(), 0u);
+      }
+    }
+  }
+}
+
+// Each call of an accumulating product adds once, the timed first one too.
+TEST(CudaMatmul, AddsOncePerCall) {
+  AGOQ_NEEDS_GPU();
+  Pair pair;
+  const Twin a = pair.random(kBf16, Shape{300, 260}), b = pair.random(kBf16, Shape{260, 412});
+  const Twin c = pair.random(kFp32, Shape{300, 412});
+  for (int call = 0; call < 3; ++call) {
+    cpu_backend().matmul(pair.cpu, a.cpu, Transpose::kNo, b.cpu, Transpose::kNo, c.cpu, true);
+    cuda_backend().matmul(pair.cuda, a.cuda, Transpose::kNo, b.cuda, Transpose::kNo, c.cuda, true);
+    EXPECT_LE(pair.error(c), 1e-5) << "call " << call;
+  }
+}
+
+// Rows of odd width start at any multiple of an element.
+TEST(CudaMatmul, TakesRowsThatAreNotAligned) {
+  AGOQ_NEEDS_GPU();
+  for (const Types& types : kTypes) {
+    Pair pair;
+    const Twin a = pair.random(types.operand, Shape{66, 129}), b = pair.random(types.operand, Shape{90, 129});
+    const Twin c = pair.empty(types.result, Shape{65, 87});
+    cpu_backend().matmul(pair.cpu, a.cpu.slice_rows(1, 66), Transpose::kNo, b.cpu.slice_rows(3, 90),
+                         Transpose::kYes, c.cpu, false);
+    cuda_backend().matmul(pair.cuda, a.cuda.slice_rows(1, 66), Transpose::kNo, b.cuda.slice_rows(3, 90),
+                          Transpose::kYes, c.cuda, false);
+    EXPECT_LE(pair.error(c), types.tolerance);
+  }
+}
+
+TEST(CudaMatmul, RefusesMixedOperandsAndShapesThatDoNotMultiply) {
+  AGOQ_NEEDS_GPU();
+  Pair pair;
+  const Twin a = pair.random(kFp32, Shape{8, 16}), b = pair.random(kBf16, Shape{16, 8});
+  const Twin c = pair.empty(kFp32, Shape{8, 8});
+  EXPECT_THROW(
+      cuda_backend().matmul(pair.cuda, a.cuda, Transpose::kNo, b.cuda, Transpose::kNo, c.cuda, false),
+      Error);
+  EXPECT_THROW(
+      cuda_backend().matmul(pair.cuda, a.cuda, Transpose::kNo, a.cuda, Transpose::kNo, c.cuda, false),
+      Error);
+}
+
+TEST(CudaMatmul, DeterministicRunsHaveTheSameBits) {
+  AGOQ_NEEDS_GPU();
+  Pair pair;
+  const Twin a = pair.random(kBf16, Shape{64, 8000}), b = pair.random(kBf16, Shape{8000, 64});
+  const Twin c = pair.empty(kFp32, Shape{64, 64});
+  std::vector<Values> results;
+  for (int run = 0; run < 3; ++run) {
+    cuda_backend().set_deterministic(run != 1);  // leaving the mode in between forgets the choice
+    cuda_backend().matmul(pair.cuda, a.cuda, Transpose::kNo, b.cuda, Transpose::kNo, c.cuda, false);
+    results.push_back(pair.values(c.cuda));
+  }
+  cuda_backend().set_deterministic(false);
+  EXPECT_EQ(results[0], results[2]);
+}
+
+// A plan takes the workspace of a real call, with no GPU.
+TEST(CudaMatmul, PlansTheWorkspaceOfARealCall) {
+  std::optional<std::string> missing;
+  try {
+    cuda_backend();
+  } catch (const Error& error) {
+    missing = error.what();
+  }
+  if (missing) GTEST_SKIP() << *missing;
+  const auto run = [](const Context& context, const Tensor& dy, const Tensor& x, const QuantTensor& main) {
+    cuda_backend().accumulate_weight_gradient(context, dy, x, main, {}, {});
+  };
+  const QuantFormat format = parse_format("e4m3/128/fp32");
+  const BlockGrid grid{5000, 4096, 1};
+  Arena operands = Arena::measuring("operands"), workspace = Arena::measuring("workspace");
+  const Context measuring{cuda_backend(), {}, workspace, {}};
+  run(measuring, operands.take(kBf16, Shape{16, 5000}), operands.take(kBf16, Shape{16, 4096}),
+      take(operands, format, grid));
+  EXPECT_EQ(workspace.high_water(), (std::size_t{64} << 20) + (std::size_t{32} << 20));
+  if (unavailable()) return;
+  Pair pair;
+  run(pair.cuda, pair.random(kBf16, Shape{16, 5000}).cuda, pair.random(kBf16, Shape{16, 4096}).cuda,
+      pair.random_quant(format, grid).cuda);
+  EXPECT_EQ(pair.cuda.workspace.high_water(), workspace.high_water());
+}
+
+// Small integers: their sums are exact in any order, so the quantiser's input is the same on both.
+Twin integers_as(Pair& pair, ElementType type, Shape shape, std::uint32_t drawn) {
+  Values values = normal(shape.count(), drawn);
+  for (double& value : values) value = std::round(value);
+  return pair.of(type, shape, values);
+}
+
+TEST(CudaWeightGradient, GivesTheBytesOfTheCpu) {
+  AGOQ_NEEDS_GPU();
+  struct Case {
+    const char* format;
+    BlockGrid grid;
+    std::int64_t tokens;
+  };
+  // 5,000 rows of 4,096 are two slabs or more; stochastic rounding depends on the row of each element.
+  for (const Case& c : {Case{"e4m3/128/fp32", {5000, 4096, 1}, 16}, Case{"fp32", {1025, 129, 1}, 40},
+                        Case{"bf16", {300, 129, 1}, 40}, Case{"int8/64/bf16", {1000, 576, 4}, 33},
+                        Case{"e4m3/128/fp32/stochastic", {1376, 576, 1}, 33},
+                        Case{"dynamic8/256/fp32", {129, 2048, 16}, 7}}) {
+    SCOPED_TRACE(c.format);
+    for (const ElementType type : {kBf16, kFp32}) {
+      Pair pair(std::size_t{384} << 20);
+      const Twin dy = integers_as(pair, type, Shape{c.tokens, c.grid.rows}, 1);
+      const Twin x = integers_as(pair, type, Shape{c.tokens, c.grid.row_length}, 2);
+      const QuantTwin main = pair.quant(parse_format(c.format), c.grid);
+      for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
+        cpu_backend().accumulate_weight_gradient(pair.cpu, dy.cpu, x.cpu, main.cpu, pair.key(), {});
+        cuda_backend().accumulate_weight_gradient(pair.cuda, dy.cuda, x.cuda, main.cuda, pair.key(), {});
+        EXPECT_EQ(pair.differing_bytes(main), 0) << "micro-batch " << micro_batch;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace agoq
