@@ -19,8 +19,6 @@ elseif(NOT AGOQ_CUDA STREQUAL "OFF")
   endif()
   if(CMAKE_CUDA_COMPILER AND CUDAToolkit_FOUND AND TARGET CUDA::cublasLt)
     set(AGOQ_HAS_CUDA TRUE)
-    # The backend is a module (src/backend/CMakeLists.txt) and the libraries to its left go into it.
-    set(CMAKE_POSITION_INDEPENDENT_CODE ON)
     message(STATUS "CUDA backend: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${AGOQ_CUDA_ARCHITECTURES}")
   elseif(AGOQ_CUDA STREQUAL "ON")
     message(FATAL_ERROR "AGOQ_CUDA=ON needs nvcc 12.4 or newer and cuBLASLt: install the CUDA toolkit or set AGOQ_CUDA=OFF")

@@ -1,5 +1,6 @@
 // agoq bench: how fast this machine runs what the engine is made of.
 #include <fmt/format.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "cli/device_option.h"
 #include "cli/table.h"
 #include "core/quantity.h"
+#include "train/step_benchmark.h"
 
 namespace agoq {
 namespace {
@@ -22,9 +24,11 @@ namespace {
 constexpr std::int64_t kDeviceTokens = 16384, kHostTokens = 256;
 
 struct BenchArguments {
-  std::string what;
+  std::vector<std::string> what;  // "kernels", or "step" and a configuration
   std::string device = "cpu";
+  std::vector<std::string> settings;
   std::int64_t tokens = 0;
+  std::int64_t steps = 10;
   bool json = false;
 };
 
@@ -72,9 +76,7 @@ void print_json(const Backend& backend, const KernelSizes& sizes, const std::vec
   fmt::print("{}\n", to_text(json));
 }
 
-void run_bench(const BenchArguments& arguments) {
-  check_input(arguments.what == "kernels", "bench kernels is what there is; 'bench {}' was given",
-              arguments.what);
+void bench_kernels(const BenchArguments& arguments) {
   const bool cuda = arguments.device == "cuda";
   check_input(arguments.tokens >= 0, "--tokens is at least 1; {} was given", arguments.tokens);
   Backend& backend = backend_named(arguments.device);
@@ -90,15 +92,84 @@ void run_bench(const BenchArguments& arguments) {
   }
 }
 
+void print_step(const StepBenchmark& step, const RunConfig& config) {
+  Table operations({{"operation"},
+                    {"calls", Align::kRight},
+                    {"ms", Align::kRight},
+                    {"share", Align::kRight},
+                    {"TFLOP/s", Align::kRight},
+                    {"GB/s", Align::kRight}});
+  for (const OperationProfile& operation : step.operations) {
+    const auto rate = [&](double amount, double unit) {
+      return amount == 0 ? std::string() : fmt::format("{:.1f}", amount / operation.seconds / unit);
+    };
+    operations.add_row({operation.operation, std::to_string(operation.calls),
+                        fmt::format("{:.3f}", 1e3 * operation.seconds),
+                        fmt::format("{:.1f} %", 100 * operation.seconds / step.operations_seconds),
+                        rate(operation.flops, 1e12), rate(operation.bytes, 1e9)});
+  }
+  fmt::print("{}\n", operations.to_string());
+
+  Table table({{}, {"", Align::kRight}});
+  const auto row = [&](const std::string& name, const std::string& value) {
+    table.add_row({name, value});
+  };
+  const auto [least, most] = std::minmax_element(step.step_seconds.begin(), step.step_seconds.end());
+  row("tokens/s", fmt::format("{:.0f}", step.tokens_per_second));
+  row(fmt::format("step, median of {}", step.step_seconds.size()),
+      fmt::format("{:.2f} ms ({:.2f} to {:.2f})", 1e3 * step.median_seconds, 1e3 * *least, 1e3 * *most));
+  row("operations, each by itself", fmt::format("{:.2f} ms", 1e3 * step.operations_seconds));
+  row("floor of this machine",
+      fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
+                  100 * step.floor_seconds / step.median_seconds));
+  row("model TFLOP/s, causal attention",
+      fmt::format("{:.1f}", 1e-12 * step.model_flops / step.median_seconds));
+  if (step.peak_flops) {
+    row("MFU, causal attention",
+        fmt::format("{:.1f} %", 100 * step.model_flops / step.median_seconds / *step.peak_flops));
+    row("MFU, full attention",
+        fmt::format("{:.1f} %", 100 * step.model_flops_full / step.median_seconds / *step.peak_flops));
+  }
+  row("peak memory, predicted", format_bytes(static_cast<std::int64_t>(step.plan.predicted_peak())));
+  row("peak memory, measured", format_bytes(step.peak_bytes_measured));
+  row("  of which arenas", format_bytes(static_cast<std::int64_t>(step.plan.arena_bytes())));
+  fmt::print("{}\n{} layers, {} x {} tokens x {} micro-batches, policy {}, random tokens\n",
+             table.to_string(), config.model.layers, config.run.micro_batch, config.run.sequence,
+             config.run.micro_batches, name_of(config.activations.policy));
+}
+
+void bench_step(const BenchArguments& arguments) {
+  const RunConfig config = load_run_config(arguments.what[1], arguments.settings);
+  if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
+  StepBenchmarkOptions options;
+  options.steps = static_cast<int>(std::min<std::int64_t>(arguments.steps, 1000));
+  const StepBenchmark step = benchmark_step(config, backend_of(config.run.device), options);
+  if (arguments.json) {
+    fmt::print("{}\n", step.to_json(config));
+  } else {
+    print_step(step, config);
+  }
+}
+
+void run_bench(const BenchArguments& arguments) {
+  if (arguments.what.front() == "kernels" && arguments.what.size() == 1) return bench_kernels(arguments);
+  if (arguments.what.front() == "step" && arguments.what.size() == 2) return bench_step(arguments);
+  fail_input(
+      "'agoq bench kernels' and 'agoq bench step CONFIG' are what there is; 'agoq bench {}' was given",
+      fmt::join(arguments.what, " "));
+}
+
 }  // namespace
 
 Action declare_bench(Arguments& arguments) {
   const auto given = std::make_shared<BenchArguments>();
-  arguments.positional("what", given->what,
+  arguments.positional("WHAT", given->what,
                        "kernels: every memory-bound operation against a plain copy, at the sizes of "
-                       "LLaMA3-8B");
-  arguments.option("--device", "DEVICE", given->device, "cpu or cuda");
-  arguments.option("--tokens", "N", given->tokens, "tokens; default: 16,384 on cuda, 256 on cpu");
+                       "LLaMA3-8B; step CONFIG: training steps on random tokens");
+  arguments.option("--device", "DEVICE", given->device, "kernels: cpu or cuda");
+  arguments.option("--tokens", "N", given->tokens, "kernels: tokens; 0: 16,384 on cuda, 256 on cpu");
+  arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
+  arguments.option("--steps", "N", given->steps, "step: steps that are timed");
   arguments.flag("--json", given->json, "print JSON");
   return [given] { run_bench(*given); };
 }

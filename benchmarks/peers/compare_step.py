@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Training steps of agoq and of PyTorch + transformers on the same GPU, one after the other.
+
+usage: compare_step.py [--agoq build/agoq] [--out FILE] [--device-name NAME] CASE...
+
+CASE = SHAPE:LAYERS:SEQUENCE:BATCH[:PEER[,PEER...]], for instance llama3-8b:8:16384:1:eager,ckpt. PEER is a mode of
+torch_llama.py (eager, ckpt, compile); without one only agoq runs. What follows `--` goes to agoq as it is
+(for instance --set activations.policy=keep).
+
+Prints a line per run and writes everything, with the commands, as JSON.
+"""
+import argparse
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+EXAMPLES = HERE.parent.parent / "examples"
+
+
+def run(command):
+    """The last line of JSON that `command` prints, or what went wrong."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in reversed(done.stdout.strip().splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    text = done.stdout.strip()
+    if text.startswith("{") and text.endswith("}"):
+        return json.loads(text)
+    return {"error": (done.stderr.strip() or text)[-400:], "status": done.returncode}
+
+
+def run_agoq(agoq, shape, layers, sequence, batch, extra):
+    command = [agoq, "bench", "step", str(EXAMPLES / f"{shape}.toml"), "--json"]
+    settings = {"model.layers": layers, "train.sequence": sequence, "train.micro_batch": batch,
+                "train.micro_batches": 1, "run.device": "cuda"}
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}" if not isinstance(value, str) else f'{key}="{value}"']
+    command += extra
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        result = {"error": (done.stderr.strip() or done.stdout.strip())[-400:], "status": done.returncode}
+    return {"command": " ".join(command), "result": result}
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--agoq", default="build/agoq")
+    parser.add_argument("--out", default="compare_step.json")
+    parser.add_argument("cases", nargs="+")
+    arguments, extra = parser.parse_known_args()
+    extra = [word for word in extra if word != "--"]
+    records = []
+    for case in arguments.cases:
+        shape, layers, sequence, batch, *peers = case.split(":")
+        record = {"case": case, "time": datetime.datetime.now().isoformat(timespec="seconds")}
+        record["agoq"] = run_agoq(arguments.agoq, shape, int(layers), int(sequence), int(batch), extra)
+        ours = record["agoq"]["result"]
+        if "error" in ours:
+            print(f"{case}: agoq: {ours['error']}", flush=True)
+        else:
+            print(f"{case}: agoq {ours['tokens_per_second']:.0f} tokens/s, MFU {ours['mfu']['causal']:.3f}, "
+                  f"{ours['share_of_floor']:.3f} of its floor, arenas {ours['arena_bytes'] / 2**30:.1f} GiB, "
+                  f"peak {ours['peak_bytes_measured'] / 2**30:.2f} GiB (predicted "
+                  f"{ours['peak_bytes_predicted'] / 2**30:.2f})", flush=True)
+        record["peers"] = []
+        for mode in (peers[0].split(",") if peers else []):
+            command = [sys.executable, str(HERE / "torch_llama.py"), f"{shape}:{layers}:{sequence}:{batch}:{mode}"]
+            peer = run(command)
+            record["peers"].append({"command": " ".join(command), "mode": mode, "result": peer})
+            if "tok_s" in peer:
+                ratio = ours["tokens_per_second"] / peer["tok_s"] if "error" not in ours else float("nan")
+                print(f"{case}: PyTorch {mode} {peer['tok_s']} tokens/s, MFU {peer['mfu']}, "
+                      f"{peer['peak_gib']} GiB: agoq is {ratio:.3f} times as fast", flush=True)
+            else:
+                print(f"{case}: PyTorch {mode}: {peer}", flush=True)
+        records.append(record)
+        pathlib.Path(arguments.out).write_text(json.dumps(records, indent=1))
+
+
+main()

@@ -1,0 +1,48 @@
+// The speed of training steps on random tokens, beside the floor that the same machine sets.
+//
+//   tokens/s   median over steps, each from its first upload to the last weight
+//   MFU        model FLOPs per second over the device's peak. Model FLOPs per token: 6 for each weight
+//              in a matrix product, and 12 layers width sequence for attention; under the causal
+//              mask half of that, and both conventions are given. Recomputation does not count.
+//   floor      matrix products and attention at the speed of each measured by itself, every other
+//              byte once at the speed of a copy
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/profiled_backend.h"
+#include "train/run_config.h"
+#include "train/run_plan.h"
+
+namespace agoq {
+
+struct StepBenchmarkOptions {
+  int warmup_steps = 3;
+  int steps = 10;
+};
+
+struct StepBenchmark {
+  std::int64_t tokens = 0;           // of a step
+  std::vector<double> step_seconds;  // of each timed step
+  double median_seconds = 0;
+  double tokens_per_second = 0;
+  double model_flops = 0;            // of a step, causal attention
+  double model_flops_full = 0;       // of a step, attention over the full square
+  std::optional<double> peak_flops;  // of the device, dense BF16; nothing for devices not listed
+  std::int64_t peak_bytes_measured = 0;
+  RunPlan plan;
+  std::vector<OperationProfile> operations;  // of one step, each operation timed by itself
+  double operations_seconds = 0;             // their sum
+  double copy_bytes_per_second = 0;          // read and write
+  double floor_seconds = 0;                  // of a step
+  double loss = 0;                           // of the last step, so that nobody optimises it away
+
+  std::string to_json(const RunConfig& config) const;
+};
+
+StepBenchmark benchmark_step(const RunConfig& config, Backend& backend,
+                             const StepBenchmarkOptions& options);
+
+}  // namespace agoq
