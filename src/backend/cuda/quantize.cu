@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
-// Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs.
+// Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs. The dynamic
+// map would spill when accumulated, and gets 128.
 constexpr int kResidentBlocks = 3;
 
 unsigned blocks_for(const QuantView& view) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 }
 
 template <Code code, typename Storage>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDynamic8))
     accumulate_kernel(const Storage* addend, bool aligned, QuantView view, RandomWords key,
                       std::int64_t* counters) {
   LaneCounts counts;
