@@ -181,8 +181,8 @@ TEST_F(CudaCodec, ConvertsEightBitFloatsInSoftwareToTheSameBytes) {
 
 TEST_F(CudaCodec, AccumulatesTheSameBytesOverMicroBatches) {
   for (const char* text :
-       {"e4m3/128/fp32", "e4m3/128/fp32/stochastic", "e4m3/32/two-level", "int8/128/fp32", "int8/16/bf16",
-        "dynamic8/256/fp32", "nf4/32/two-level", "e5m2/128/fp32", "bf16", "fp32"}) {
+       {"e4m3/128/fp32", "e4m3/128/fp32/stochastic", "e4m3/32/two-level", "int8/128/fp32",
+        "int8/16/bf16", "dynamic8/256/fp32", "nf4/32/two-level", "e5m2/128/fp32", "bf16", "fp32"}) {
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
       const BlockGrid grid{3, 2 * 1100, 2};
       const QuantTwin main = pair_->quant(parse_format(text), grid);
@@ -335,7 +335,8 @@ TEST_F(CudaCodec, SumsAsTheCpuDoesAndAlwaysTheSame) {
   std::uint32_t seed = 40;
   for (const char* text : {"e4m3/128/fp32", "int8/128/fp32", "dynamic8/256/fp32", "nf4/32/two-level",
                            "e4m3/16/two-level", "int6/64/bf16", "fp32", "bf16"}) {
-    for (const BlockGrid& grid : {BlockGrid{1, 1, 1}, BlockGrid{3, 129, 1}, BlockGrid{40, 4 * 1030, 4}}) {
+    for (const BlockGrid& grid :
+         {BlockGrid{1, 1, 1}, BlockGrid{3, 129, 1}, BlockGrid{40, 4 * 1030, 4}}) {
       const QuantTwin x = pair_->random_quant(parse_format(text), grid, ++seed % 2 == 0 ? 1.0 : 1e15);
       const Twin total = pair_->empty(ElementType::kFp64, Shape{1});
       cpu_backend().sum_of_squares(pair_->cpu, x.cpu, total.cpu);
@@ -408,8 +409,9 @@ TEST_F(CudaCodec, AdamwWritesTheSameBytes) {
           key.step = static_cast<std::uint32_t>(step.step);
           cpu_backend().adamw_update(
               pair_->cpu, {weight.cpu, master.cpu, gradient.cpu, first.cpu, second.cpu}, step, key);
-          cuda_backend().adamw_update(
-              pair_->cuda, {weight.cuda, master.cuda, gradient.cuda, first.cuda, second.cuda}, step, key);
+          cuda_backend().adamw_update(pair_->cuda,
+                                      {weight.cuda, master.cuda, gradient.cuda, first.cuda, second.cuda},
+                                      step, key);
         }
         const std::string what = std::string("adamw ") + c.gradient;
         expect_same(first, what + " first moment");
@@ -445,10 +447,11 @@ TEST_F(CudaCodec, EmbeddingBackwardAddsInOrderOfPositions) {
     std::int64_t positions, vocabulary, width, segments;
     const char* format;
   };
-  for (const Case& c : {Case{1, 3, 5, 1, "e4m3/128/fp32"}, Case{1025, 7, 129, 1, "e4m3/128/fp32"},
-                        Case{1000, 256, 1040, 2, "e4m3/128/fp32"}, Case{777, 70000, 64, 1, "int8/32/bf16"},
-                        Case{2100, 1000, 24, 1, "fp32"}, Case{600, 50, 40, 1, "nf4/32/two-level/stochastic"},
-                        Case{600, 257, 2048, 1, "e4m3/128/fp32/stochastic"}}) {
+  for (const Case& c :
+       {Case{1, 3, 5, 1, "e4m3/128/fp32"}, Case{1025, 7, 129, 1, "e4m3/128/fp32"},
+        Case{1000, 256, 1040, 2, "e4m3/128/fp32"}, Case{777, 70000, 64, 1, "int8/32/bf16"},
+        Case{2100, 1000, 24, 1, "fp32"}, Case{600, 50, 40, 1, "nf4/32/two-level/stochastic"},
+        Case{600, 257, 2048, 1, "e4m3/128/fp32/stochastic"}}) {
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
       const RandomKey draw = RandomKey{.seed = 5}.with(RandomPurpose::kTest, 17);
       std::vector<std::int32_t> ids(static_cast<std::size_t>(c.positions));
@@ -464,7 +467,8 @@ TEST_F(CudaCodec, EmbeddingBackwardAddsInOrderOfPositions) {
       for (std::uint32_t micro_batch = 0; micro_batch < 2; ++micro_batch) {
         RandomKey key = pair_->key();
         key.micro_batch = micro_batch;
-        cpu_backend().embedding_backward(pair_->cpu, tokens.cpu, dout.cpu, dtable.cpu, key, counters.cpu);
+        cpu_backend().embedding_backward(pair_->cpu, tokens.cpu, dout.cpu, dtable.cpu, key,
+                                         counters.cpu);
         cuda_backend().embedding_backward(pair_->cuda, tokens.cuda, dout.cuda, dtable.cuda, key,
                                           counters.cuda);
       }

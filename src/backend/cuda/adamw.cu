@@ -24,6 +24,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerMultiprocessor = 12;
+constexpr int kResidentBlocks = 3;  // 80 registers: nothing spills
 
 // The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
 // of {.1, .55, 1}.
@@ -51,6 +52,8 @@ struct Operands {
   void* master;
   bool aligned;  // weight and master allow one access per vector
   bool lift;
+  bool is_fp32;  // the weight
+  MasterKind kind;
   Scalars scalars;
   RandomWords weight_key, first_key, second_key;
 };
@@ -186,6 +189,19 @@ struct Weights {
   }
 };
 
+/// Calls run.operator()<Weights>() for how the weights are held: the list of instances. Called on the
+/// host with host code and on the device with device code, which the compiler cannot see.
+#pragma nv_exec_check_disable
+template <typename Run>
+__host__ __device__ __forceinline__ void for_held(const Operands& operands, Run run) {
+  if (operands.is_fp32) return run.template operator()<Weights<float, MasterKind::kNone>>();
+  switch (operands.kind) {
+    case MasterKind::kNone: return run.template operator()<Weights<Bf16, MasterKind::kNone>>();
+    case MasterKind::kFp32: return run.template operator()<Weights<Bf16, MasterKind::kFp32>>();
+    case MasterKind::kRemainder: return run.template operator()<Weights<Bf16, MasterKind::kRemainder>>();
+  }
+}
+
 // --- chunk by chunk ---
 
 /// x = the lane's vector of a tensor in one of the formats of the fast path.
@@ -221,7 +237,8 @@ __device__ __forceinline__ void encode_chunk(const QuantView& view, const Group&
 }
 
 template <typename Held>
-__global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ Operands operands) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    adamw_kernel(const __grid_constant__ Operands operands) {
   const std::uint64_t chunks = std::uint64_t{operands.gradient.groups} * kChunks;
   for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; index < chunks;
        index += std::uint64_t{gridDim.x} * kWarps) {
@@ -253,9 +270,7 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__
 
 // --- group by group, any format ---
 
-template <typename Held>
-__global__ void __launch_bounds__(kThreads)
-    adamw_any_kernel(const __grid_constant__ Operands operands) {
+__global__ void __launch_bounds__(kThreads) adamw_any_kernel(const __grid_constant__ Operands operands) {
   for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
        index < operands.gradient.groups; index += std::uint64_t{gridDim.x} * kWarps) {
     const auto number = static_cast<std::uint32_t>(index);
@@ -273,13 +288,15 @@ __global__ void __launch_bounds__(kThreads)
           gradient.row * operands.gradient.row_length + gradient.column + vector_begin(chunk);
       const int count = vector_count(gradient, chunk);
       const bool whole = operands.aligned && count == kVector;
-      float p[kVector];
-      Held::load(operands, element, whole, count, p);
+      for_held(operands, [&]<typename Held>() {
+        float p[kVector];
+        Held::load(operands, element, whole, count, p);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        update(operands.scalars, g[chunk][i], m[chunk][i], v[chunk][i], p[i]);
-      }
-      Held::store(operands, element, whole, count, p);
+        for (int i = 0; i < kVector; ++i) {
+          update(operands.scalars, g[chunk][i], m[chunk][i], v[chunk][i], p[i]);
+        }
+        Held::store(operands, element, whole, count, p);
+      });
       if (operands.lift) lift_underflow(v[chunk], operands.second.block / kVector);
     }
     LaneCounts counts;  // finite by MainGradients::norm, which refuses gradients that are not
@@ -334,19 +351,6 @@ void check_operands(const AdamwTensors& tensors, const AdamwStep& step) {
         grid.count(), name_of(tensors.master.type), tensors.master ? tensors.master.count() : 0);
 }
 
-template <typename Held>
-void launch(const Context& context, const Operands& operands) {
-  const cudaStream_t stream = stream_of(context.stream);
-  const std::int64_t groups = operands.gradient.groups;
-  if (goes_by_chunk(operands)) {
-    adamw_kernel<Held><<<grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor),
-                         kThreads, 0, stream>>>(operands);
-  } else {
-    adamw_any_kernel<Held><<<grid_blocks((groups + kWarps - 1) / kWarps, kBlocksPerMultiprocessor),
-                             kThreads, 0, stream>>>(operands);
-  }
-}
-
 }  // namespace
 
 void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tensors,
@@ -361,28 +365,29 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
   const Tensor& master = tensors.master;
   const bool master_aligned =
       step.master == MasterKind::kNone || reinterpret_cast<std::uintptr_t>(master.data) % 16 == 0;
-  const Operands operands{
-      view_of(tensors.gradient),
-      view_of(tensors.first_moment),
-      view_of(tensors.second_moment),
-      tensors.weight.data,
-      master.data,
-      master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
-      tensors.second_moment.format.code == Code::kDynamic8Unsigned,
-      Scalars(step),
-      mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
-      mixed_key(first_key),
-      mixed_key(second_key)};
-  if (tensors.weight.type == ElementType::kFp32) {
-    launch<Weights<float, MasterKind::kNone>>(context, operands);
+  const Operands operands{view_of(tensors.gradient),
+                          view_of(tensors.first_moment),
+                          view_of(tensors.second_moment),
+                          tensors.weight.data,
+                          master.data,
+                          master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
+                          tensors.second_moment.format.code == Code::kDynamic8Unsigned,
+                          tensors.weight.type == ElementType::kFp32,
+                          step.master,
+                          Scalars(step),
+                          mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
+                          mixed_key(first_key),
+                          mixed_key(second_key)};
+  const cudaStream_t stream = stream_of(context.stream);
+  const std::int64_t groups = operands.gradient.groups;
+  if (goes_by_chunk(operands)) {
+    const unsigned blocks =
+        grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+    for_held(operands,
+             [&]<typename Held>() { adamw_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands); });
   } else {
-    switch (step.master) {
-      case MasterKind::kNone: launch<Weights<Bf16, MasterKind::kNone>>(context, operands); break;
-      case MasterKind::kFp32: launch<Weights<Bf16, MasterKind::kFp32>>(context, operands); break;
-      case MasterKind::kRemainder:
-        launch<Weights<Bf16, MasterKind::kRemainder>>(context, operands);
-        break;
-    }
+    const unsigned blocks = grid_blocks((groups + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+    adamw_any_kernel<<<blocks, kThreads, 0, stream>>>(operands);
   }
   expect_launched("adamw_update");
 }

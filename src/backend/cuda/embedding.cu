@@ -29,8 +29,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
-constexpr int kTile = 512;        // positions of one warp
-constexpr int kTileWarps = 4;     // per block
+constexpr int kTile = 512;     // positions of one warp
+constexpr int kTileWarps = 4;  // per block
 constexpr int kScanThreads = 1024;
 constexpr int kRowThreads = kWarp * kChunks;
 constexpr int kRowsInFlight = 4;  // loads of a long sum do not wait for one another
@@ -42,14 +42,15 @@ template <typename Word, typename Storage>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const std::int32_t* tokens, std::int64_t count, const Storage* table,
                    std::int64_t vocabulary, std::int64_t width, Storage* out) {
-  const std::int64_t words = width * static_cast<std::int64_t>(sizeof(Storage)) /
-                             static_cast<std::int64_t>(sizeof(Word));
+  const std::int64_t words =
+      width * static_cast<std::int64_t>(sizeof(Storage)) / static_cast<std::int64_t>(sizeof(Word));
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t n = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; n < count; n += step) {
     const std::int32_t token = tokens[n];
     Storage* const to = out + n * width;
     if (token < 0 || token >= vocabulary) {
-      for (std::int64_t i = lane_index(); i < width; i += kWarp) store(__uint_as_float(0x7FC00000u), to[i]);
+      for (std::int64_t i = lane_index(); i < width; i += kWarp)
+        store(__uint_as_float(0x7FC00000u), to[i]);
       continue;
     }
     const Word* const source = reinterpret_cast<const Word*>(table + token * width);
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(std::uint32_t* count
 /// Moves tokens and their positions to where the digit puts them. `from` null: positions 0, 1, 2, ...
 __global__ void __launch_bounds__(kTileWarps* kWarp)
     place_kernel(const std::int32_t* tokens, std::int32_t vocabulary, const std::int32_t* from,
-                 int positions, int shift, const std::uint32_t* starts, int tiles, std::int32_t* sorted_tokens,
-                 std::int32_t* sorted_positions) {
+                 int positions, int shift, const std::uint32_t* starts, int tiles,
+                 std::int32_t* sorted_tokens, std::int32_t* sorted_positions) {
   __shared__ std::uint32_t of_warps[kTileWarps][kDigits];
   std::uint32_t* const next = of_warps[threadIdx.x / kWarp];
   const int tile = static_cast<int>(blockIdx.x) * kTileWarps + static_cast<int>(threadIdx.x / kWarp);
@@ -239,9 +240,8 @@ void CudaBackend::embedding_forward(const Context& context, const Tensor& tokens
     const auto run = [&]<typename Word>() {
       forward_kernel<Word, Storage>
           <<<grid_blocks((tokens.count() + kWarps - 1) / kWarps, 16), kThreads, 0,
-             stream_of(context.stream)>>>(tokens.as<std::int32_t>(), tokens.count(),
-                                          table.as<Storage>(), table.rows(), table.width(),
-                                          out.as<Storage>());
+             stream_of(context.stream)>>>(tokens.as<std::int32_t>(), tokens.count(), table.as<Storage>(),
+                                          table.rows(), table.width(), out.as<Storage>());
     };
     if (vector_aligned<Storage>(table.data, table.width()) &&
         vector_aligned<Storage>(out.data, out.width())) {
@@ -268,8 +268,8 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
   check(positions < (std::int64_t{1} << 31) - kTile,
         "embedding_backward: {} tokens are more than an int32 counts: choose a smaller micro-batch",
         positions);
-  check(dtable.rows() < std::int64_t{1} << 31, "embedding_backward: {} rows are more than an int32 counts",
-        dtable.rows());
+  check(dtable.rows() < std::int64_t{1} << 31,
+        "embedding_backward: {} rows are more than an int32 counts", dtable.rows());
   const auto vocabulary = static_cast<std::int32_t>(dtable.rows());
   const std::int64_t tiles = (positions + kTile - 1) / kTile;
   const Arena::Scope scope(context.workspace);
@@ -288,11 +288,12 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
     std::int32_t* const to_tokens = buffers + digit % 2 * 2 * positions;
     std::int32_t* const to_positions = to_tokens + positions;
     const int shift = kDigitBits * digit;
-    count_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(from_tokens, vocabulary, count, shift, starts,
-                                                                 tile_count);
+    count_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(from_tokens, vocabulary, count, shift,
+                                                                 starts, tile_count);
     scan_kernel<<<1, kScanThreads, 0, stream>>>(starts, kDigits * tile_count);
-    place_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(
-        from_tokens, vocabulary, from_positions, count, shift, starts, tile_count, to_tokens, to_positions);
+    place_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(from_tokens, vocabulary, from_positions,
+                                                                 count, shift, starts, tile_count,
+                                                                 to_tokens, to_positions);
     from_tokens = to_tokens;
     from_positions = to_positions;
   }

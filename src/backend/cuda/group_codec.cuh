@@ -11,7 +11,8 @@
 //
 //   decode_group(view, group, values)                        any format
 //   encode_group(view, group, values, key_words, counts)     any format and rounding
-//   decode_group<code>, encode_group<code>                   view.path is `code`: no branches on the code
+//   decode_group<code>, encode_group<code>                   view.path is `code`: no branches on the
+//   code
 //
 // All lanes of the warp call them together, with the same arguments but for `values`.
 //
@@ -20,8 +21,9 @@
 // others by shuffle. The maxima are reduced so that they arrive there: in two steps the four values
 // of a lane and its three neighbours become one value per lane, not four in each.
 //
-// Speed. nf4, e4m3, int8, e2m1, bnbfp4 and the dynamic maps with nearest rounding, and bf16 and fp32, have
-// paths of their own; the other formats and stochastic rounding run out of line, through local memory.
+// Speed. nf4, e4m3, int8, e2m1, bnbfp4 and the dynamic maps with nearest rounding, and bf16 and fp32,
+// have paths of their own; the other formats and stochastic rounding run out of line, through local
+// memory.
 #pragma once
 
 #include <cfloat>
@@ -57,8 +59,8 @@ struct QuantView {
   std::byte* bits = nullptr;
   std::byte* scales = nullptr;
   std::byte* super = nullptr;
-  RowBytes row;      // bytes per row of each plane
-  RowBytes segment;  // bytes per segment; `bits` of one extra bit plane
+  RowBytes row;                  // bytes per row of each plane
+  RowBytes segment;              // bytes per segment; `bits` of one extra bit plane
   std::int64_t bits_stride = 0;  // bytes from one extra bit plane to the next
   std::int64_t row_length = 0;   // elements
   std::int64_t segment_length = 0;
@@ -332,7 +334,8 @@ __device__ __forceinline__ float midpoint_of_lane() {
   }
 }
 
-/// The codes of one vector: element i in bits 4i.. of `low` for 4-bit codes, else in byte i of low, high.
+/// The codes of one vector: element i in bits 4i.. of `low` for 4-bit codes, else in byte i of low,
+/// high.
 struct VectorCodes {
   std::uint32_t low = 0, high = 0;
 };
@@ -443,17 +446,19 @@ __device__ __forceinline__ float decode_any(Code code, std::uint32_t bits) {
   for_code(code, [&]<Code kCode>() { level = decode<kCode>(bits); });
   return level;
 }
-/// element: number of the element in its tensor.
-__device__ __forceinline__ std::uint32_t encode_any(Code code, float y, const RandomWords& key_words,
+/// The code that stochastic rounding chooses for y, whose nearest is known. element: its number in the
+/// tensor.
+__device__ __forceinline__ std::uint32_t choose_any(Code code, float y, std::uint32_t nearest,
+                                                    const RandomWords& key_words,
                                                     std::uint64_t element) {
   const RandomWords words = random_words(key_words, element / 4);
   const std::uint32_t position = element % 4;
-  const std::uint32_t bits = position < 2 ? position == 0 ? words.word[0] : words.word[1]
-                             : position == 2 ? words.word[2]
+  const std::uint32_t bits = position < 2    ? position == 0 ? words.word[0] : words.word[1]
+                                : position == 2 ? words.word[2]
                                              : words.word[3];
   const float uniform = static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
   std::uint32_t chosen = 0;
-  for_code(code, [&]<Code kCode>() { chosen = encode_stochastic<kCode>(y, uniform); });
+  for_code(code, [&]<Code kCode>() { chosen = choose_stochastically<kCode>(y, nearest, uniform); });
   return chosen;
 }
 
@@ -547,8 +552,8 @@ struct OwnedBlocks {
 /// The value of the block that the lane's vector `chunk` is part of.
 __device__ __forceinline__ float value_of(const QuantView& view, const OwnedBlocks& blocks, int chunk) {
   const int lane = lane_index();
-  const int source = answers_for_two(view) ? (lane & ~1) | chunk >> 1
-                                           : (lane & ~3) | chunk >> 1 | (chunk & 1) << 1;
+  const int source =
+      answers_for_two(view) ? (lane & ~1) | chunk >> 1 : (lane & ~3) | chunk >> 1 | (chunk & 1) << 1;
   const float mine = answers_for_two(view) && (chunk & 1) != 0 ? blocks.value[1] : blocks.value[0];
   return __shfl_sync(kWholeWarp, mine, source);
 }
@@ -600,9 +605,7 @@ __device__ __forceinline__ OwnedBlocks load_scales(const QuantView& view, const 
 /// The code of zero in every element of a vector, where the block's scale is zero: it decodes to +0.
 template <Code code>
 __device__ __forceinline__ VectorCodes zero_codes() {
-  constexpr std::uint32_t kZero = code == Code::kNf4                                             ? 7u
-                                  : code == Code::kDynamic8                                      ? 127u
-                                                                                                 : 0u;
+  constexpr std::uint32_t kZero = code == Code::kNf4 ? 7u : code == Code::kDynamic8 ? 127u : 0u;
   constexpr std::uint32_t kWord = kZero * (kIsNibble<code> ? 0x11111111u : 0x01010101u);
   return {kWord, kWord};
 }
@@ -692,8 +695,7 @@ __device__ __forceinline__ BlockScales store_scales(const QuantView& view, const
   if (view.scale == ScaleType::kTwoLevel) {
     const float largest = fmaxf(fabsf(scale.value[0]), fabsf(scale.value[1]));
     // Numbers that are not negative are ordered like their bits.
-    super = stored_super_scale(
-        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest))));
+    super = stored_super_scale(__uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest))));
     if (lane_index() == 0) *group.super = super;
   }
   BlockScales stored{scale, {{0.0f, 0.0f}}};
@@ -735,8 +737,11 @@ __device__ __forceinline__ void count_losses(const QuantView& view, const GroupV
     const bool zero = scale == 0.0f;
     const bool counted = leads(view) && (which == 0 || answers_for_two(view));
     counts.flushed_blocks += counted && zero && absmax.value[which] > 0.0f ? 1 : 0;
-    limit.value[which] = zero ? FLT_MAX : kSaturationMargin * (maximum * fabsf(scale));
-    exceeds = exceeds || absmax.value[which] > limit.value[which];
+    // Only in blocks that exceed theirs: a negative element is not part of an unsigned block's absmax.
+    const float most = zero ? FLT_MAX : kSaturationMargin * (maximum * fabsf(scale));
+    const bool above = absmax.value[which] > most;
+    limit.value[which] = above ? most : FLT_MAX;
+    exceeds = exceeds || above;
   }
   if (!__any_sync(kWholeWarp, exceeds)) return;
 #pragma unroll
@@ -762,8 +767,7 @@ __device__ __forceinline__ void encode_blocks(const QuantView& view, const Group
       largest[chunk] = max_or_nan(largest[chunk], fabsf(values[chunk][i]));
     }
   }
-  const float most =
-      max_or_nan(max_or_nan(largest[0], largest[1]), max_or_nan(largest[2], largest[3]));
+  const float most = max_or_nan(max_or_nan(largest[0], largest[1]), max_or_nan(largest[2], largest[3]));
   const bool finite = __all_sync(kWholeWarp, most <= FLT_MAX);
   if (!finite) count_non_finite(values, false, largest, counts);
 
@@ -819,9 +823,9 @@ __device__ __forceinline__ void decode_blocks(const QuantView& view, const Group
 
 /// Every code and rounding. Out of line, so that what is rarely used takes no registers of the kernels,
 /// and element by element, so that it is small.
-__device__ __noinline__ void encode_rarely_used(const QuantView& view, const Group& group,
-                                                const float* values, const RandomWords& key_words,
-                                                LaneCounts& counts) {
+inline __device__ __noinline__ void encode_rarely_used(const QuantView& view, const Group& group,
+                                                       const float* values, const RandomWords& key_words,
+                                                       LaneCounts& counts) {
   const GroupValues& x = *reinterpret_cast<const GroupValues*>(values);
   if (view.code == Code::kFp32) return encode_exact<float>(view, group, x, counts);
   if (view.code == Code::kBf16) return encode_exact<Bf16>(view, group, x, counts);
@@ -856,25 +860,22 @@ __device__ __noinline__ void encode_rarely_used(const QuantView& view, const Gro
   count_losses(view, x, maximum, absmax, scales, counts);
 
   const bool stochastic = view.rounding == Rounding::kStochastic;
-  const std::uint32_t zero = encode_any(view.code, 0.0f);
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     const float reciprocal = value_of(view, scales.reciprocal, chunk);
     const int begin = vector_begin(chunk), count = vector_count(group, chunk);
-    const auto element =
-        static_cast<std::uint64_t>(group.row * view.row_length + group.column + begin);
+    const auto element = static_cast<std::uint64_t>(group.row * view.row_length + group.column + begin);
     VectorCodes bytes;
     std::uint32_t nibbles = 0, fifth = 0, sixth = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const float value = values[chunk * kVector + i];
       if (is_unsigned) counts.saturated += value < 0.0f && value >= -FLT_MAX ? 1 : 0;
-      std::uint32_t code = zero;
-      if (reciprocal != 0.0f) {
-        const float y = value == value ? value * reciprocal : 0.0f;
-        code = stochastic
-                   ? encode_any(view.code, y, key_words, element + static_cast<std::uint64_t>(i))
-                   : encode_any(view.code, y);
+      // NaN and what stands in a block whose scale is zero get the code of zero.
+      const float y = value == value && reciprocal != 0.0f ? value * reciprocal : 0.0f;
+      std::uint32_t code = encode_any(view.code, y);
+      if (stochastic && reciprocal != 0.0f) {
+        code = choose_any(view.code, y, code, key_words, element + static_cast<std::uint64_t>(i));
       }
       (i < 4 ? bytes.low : bytes.high) |= code << (8 * (i % 4));
       nibbles |= (code & 0xFu) << (4 * i);
@@ -894,8 +895,8 @@ __device__ __noinline__ void encode_rarely_used(const QuantView& view, const Gro
   }
 }
 
-__device__ __noinline__ void decode_rarely_used(const QuantView& view, const Group& group,
-                                                float* values) {
+inline __device__ __noinline__ void decode_rarely_used(const QuantView& view, const Group& group,
+                                                       float* values) {
   GroupValues& x = *reinterpret_cast<GroupValues*>(values);
   if (view.code == Code::kFp32) return decode_exact<float>(view, group, x);
   if (view.code == Code::kBf16) return decode_exact<Bf16>(view, group, x);

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
-// Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs.
+// Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs. The dynamic
+// map would spill when accumulated, and gets 128.
 constexpr int kResidentBlocks = 3;
 
 unsigned blocks_for(const QuantView& view) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 }
 
 template <Code code, typename Storage>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDynamic8))
     accumulate_kernel(const Storage* addend, bool aligned, QuantView view, RandomWords key,
                       std::int64_t* counters) {
   LaneCounts counts;
@@ -71,9 +72,42 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   counts.add_to(counters);
 }
 
-/// Calls run.operator()<code>() for the path of an activation's format: the list of instances.
-template <typename Storage, typename Run>
-void for_activation_path(const QuantView& view, Run run) {
+// The path that all formats share, for quantize and accumulate and for either element type: it is large,
+// and compiled once.
+struct SharedSource {
+  const void* elements;
+  bool is_fp32, aligned, accumulates;
+};
+__global__ void __launch_bounds__(kThreads)
+    shared_encode_kernel(SharedSource source, QuantView view, RandomWords key, std::int64_t* counters) {
+  LaneCounts counts;
+  for_each_group(view, [&](const Group& group) {
+    GroupValues values;
+    const std::int64_t begin = group.row * view.row_length;
+    if (source.is_fp32) {
+      load_group(group, static_cast<const float*>(source.elements) + begin, source.aligned, values);
+    } else {
+      load_group(group, static_cast<const Bf16*>(source.elements) + begin, source.aligned, values);
+    }
+    if (source.accumulates) add_decoded_group<kSharedPath>(view, group, values);
+    encode_group<kSharedPath>(view, group, values, key, counts);
+  });
+  counts.add_to(counters);
+}
+
+void launch_shared(const Context& context, const Tensor& source, bool accumulates, const QuantView& view,
+                   const RandomKey& key, std::int64_t* counters) {
+  const bool is_fp32 = source.type == ElementType::kFp32;
+  const bool aligned = is_fp32 ? vector_aligned<float>(source.data, view.segment_length)
+                               : vector_aligned<Bf16>(source.data, view.segment_length);
+  shared_encode_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+      {source.data, is_fp32, aligned, accumulates}, view, mixed_key(key), counters);
+}
+
+/// Calls run.operator()<code>() for the path of an activation's format, which are the instances for
+/// `Storage`, and shared() for the others.
+template <typename Storage, typename Run, typename Shared>
+void for_activation_path(const QuantView& view, Run run, Shared shared) {
   switch (view.path) {
     case Code::kNf4: return run.template operator()<Code::kNf4>();
     case Code::kE4m3: return run.template operator()<Code::kE4m3>();
@@ -88,17 +122,17 @@ void for_activation_path(const QuantView& view, Run run) {
       default: break;
     }
   }
-  run.template operator()<kSharedPath>();
+  shared();
 }
 
 /// The same for a gradient's.
-template <typename Run>
-void for_gradient_path(const QuantView& view, Run run) {
+template <typename Run, typename Shared>
+void for_gradient_path(const QuantView& view, Run run, Shared shared) {
   switch (view.path) {
     case Code::kE4m3: return run.template operator()<Code::kE4m3>();
     case Code::kInt8: return run.template operator()<Code::kInt8>();
     case Code::kDynamic8: return run.template operator()<Code::kDynamic8>();
-    default: return run.template operator()<kSharedPath>();
+    default: shared();
   }
 }
 
@@ -120,11 +154,14 @@ void CudaBackend::quantize(const Context& context, const Tensor& source, const Q
   if (context.workspace.is_measuring() || source.count() == 0) return;
   const QuantView view = view_of(destination);
   for_storage("quantize", source.type, [&]<typename Storage>() {
-    for_activation_path<Storage>(view, [&]<Code code>() {
-      quantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-        source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
-        mixed_key(key), counters_of(counters));
-    });
+    for_activation_path<Storage>(
+        view,
+        [&]<Code code>() {
+          quantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+              source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
+              mixed_key(key), counters_of(counters));
+        },
+        [&] { launch_shared(context, source, false, view, key, counters_of(counters)); });
   });
   expect_launched("quantize");
 }
@@ -136,10 +173,18 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   if (context.workspace.is_measuring() || destination.count() == 0) return;
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
-    for_activation_path<Storage>(view, [&]<Code code>() {
-      dequantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-        view, destination.as<Storage>(), vector_aligned<Storage>(destination.data, view.segment_length));
-    });
+    for_activation_path<Storage>(
+        view,
+        [&]<Code code>() {
+          dequantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+              view, destination.as<Storage>(),
+              vector_aligned<Storage>(destination.data, view.segment_length));
+        },
+        [&] {
+          dequantize_kernel<kSharedPath><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+              view, destination.as<Storage>(),
+              vector_aligned<Storage>(destination.data, view.segment_length));
+        });
   });
   expect_launched("dequantize");
 }
@@ -152,11 +197,14 @@ void CudaBackend::accumulate(const Context& context, const Tensor& addend, const
   if (context.workspace.is_measuring() || addend.count() == 0) return;
   const QuantView view = view_of(main);
   for_storage("accumulate", addend.type, [&]<typename Storage>() {
-    for_gradient_path(view, [&]<Code code>() {
-      accumulate_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-        addend.as<Storage>(), vector_aligned<Storage>(addend.data, view.segment_length), view,
-        mixed_key(key), counters_of(counters));
-    });
+    for_gradient_path(
+        view,
+        [&]<Code code>() {
+          accumulate_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+              addend.as<Storage>(), vector_aligned<Storage>(addend.data, view.segment_length), view,
+              mixed_key(key), counters_of(counters));
+        },
+        [&] { launch_shared(context, addend, true, view, key, counters_of(counters)); });
   });
   expect_launched("accumulate");
 }
