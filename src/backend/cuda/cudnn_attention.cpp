@@ -250,12 +250,15 @@ class GraphMaker {
   TensorHandle lengths_, qkv_offsets_, out_offsets_, kv_offsets_, stats_offsets_;
 };
 
+/// cuDNN lists every engine that it tried.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
   Graph built;
   built.graph = GraphMaker(key, device().capability).make();
   fe::error_t status = built.graph->build(handle, {fe::HeurMode_t::A});
   if (status.is_bad()) {
-    built.failure = status.get_message();
+    built.failure = first_line(status.get_message());
     return built;
   }
   std::int64_t bytes = 0;
@@ -268,6 +271,11 @@ GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::in
                 bool backward) {
   GraphKey key{shape.heads, shape.kv_heads, shape.head_size, documents.count, documents.longest,
                0,           backward};
+  // Documents::longest may be a bound; the length of a single document is known.
+  if (documents.count == 1) {
+    key.longest = tokens;
+    return key;
+  }
   // No document is longer than `longest`, so together they reach this sum only if all are as long.
   if (documents.count * documents.longest == tokens) return key;
   key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
@@ -311,7 +319,7 @@ struct CudnnAttention::State {
         }
         built = build_graph(key, handle);
       } catch (const std::exception& error) {  // the frontend throws where it opens libraries
-        built.failure = error.what();
+        built.failure = first_line(error.what());
       }
       std::size_t needed = round_up(built.workspace);
       if (key.ragged()) needed += offsets_bytes(key.batch);
@@ -436,9 +444,9 @@ struct Sections {
 
 CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
 
-CudnnAttention::~CudnnAttention() {
-  if (state_->handle != nullptr) fe::detail::destroy_handle(state_->handle);
-}
+// Left to the end of the process: by the time the backend, which is static, is destroyed, the driver
+// that handle and graphs refer to may be gone.
+CudnnAttention::~CudnnAttention() { static_cast<void>(state_.release()); }
 
 bool CudnnAttention::available() { return state_->look(); }
 

@@ -281,12 +281,9 @@ std::int64_t most_slab_rows(std::int64_t rows, std::int64_t columns) {
 
 Libraries::Libraries() = default;
 
-Libraries::~Libraries() {
-  for (const cudaEvent_t event : events) {
-    if (event != nullptr) cudaEventDestroy(event);
-  }
-  if (cublas_ != nullptr) cublasLtDestroy(cublas_);
-}
+// Handle and events are left to the end of the process: by the time the backend, which is static, is
+// destroyed, the driver may be gone.
+Libraries::~Libraries() = default;
 
 cublasLtHandle_t Libraries::cublas() {
   if (cublas_ == nullptr) {
