@@ -76,12 +76,9 @@ struct BothRuns {
 std::vector<Attention> cases() {
   std::vector<std::int32_t> short_documents;
   for (std::int32_t i = 0; i < 60; ++i) short_documents.push_back(1 + i * 7 % 19);
-  std::vector<Attention> all{{{2, 1, 8}, {1}},
-                             {{4, 2, 96}, {63, 64, 65}},
-                             {{3, 3, 72}, {17, 0, 130}},
-                             {{4, 1, 200}, {100, 33}},
-                             {{4, 2, 256}, {129, 64}},
-                             {{2, 2, 16}, short_documents}};
+  std::vector<Attention> all{{{2, 1, 8}, {1}},           {{4, 2, 96}, {63, 64, 65}},
+                             {{3, 3, 72}, {17, 0, 130}}, {{4, 1, 200}, {100, 33}},
+                             {{4, 2, 256}, {129, 64}},   {{2, 2, 16}, short_documents}};
   for (const int size : {64, 128}) {
     for (const std::int32_t length : {1, 7, 128, 1000, 1025}) all.push_back({{4, 1, size}, {length}});
     all.push_back({{4, 1, size}, {5, 0, 300, 64, 1, 127}});
@@ -133,9 +130,13 @@ TEST(CudaAttention, CudnnAgreesWithThePlainKernels) {
   bool first = true;
   for (const AttentionShape& shape : {AttentionShape{8, 2, 64}, AttentionShape{8, 2, 128},
                                       AttentionShape{4, 4, 128}, AttentionShape{9, 3, 64}}) {
-    for (const std::vector<std::int32_t>& lengths :
-         {std::vector<std::int32_t>{128}, {1000}, {1025}, {1024, 1024, 1024}, {700, 1, 324, 23, 500}, {7, 0, 90},
-          {2048, 511}}) {
+    for (const std::vector<std::int32_t>& lengths : {std::vector<std::int32_t>{128},
+                                                     {1000},
+                                                     {1025},
+                                                     {1024, 1024, 1024},
+                                                     {700, 1, 324, 23, 500},
+                                                     {7, 0, 90},
+                                                     {2048, 511}}) {
       const Attention attention{shape, lengths};
       SCOPED_TRACE(attention.name());
       Pair pair(std::size_t{512} << 20);

@@ -20,9 +20,8 @@ constexpr Types kTypes[] = {{kBf16, kBf16, 1e-3}, {kBf16, kFp32, 1e-5}, {kFp32, 
 struct Extents {
   std::int64_t m, n, k;
 };
-constexpr Extents kExtents[] = {{1, 1, 1},        {1, 576, 129},   {7, 129, 1025},
-                                {1000, 576, 64},  {1025, 129, 33}, {128, 256, 512},
-                                {257, 1376, 100}, {33, 2048, 4096}};
+constexpr Extents kExtents[] = {{1, 1, 1},       {1, 576, 129},   {7, 129, 1025},   {1000, 576, 64},
+                                {1025, 129, 33}, {128, 256, 512}, {257, 1376, 100}, {33, 2048, 4096}};
 
 Twin matrix(Pair& pair, ElementType type, std::int64_t rows, std::int64_t columns, bool flipped) {
   return pair.random(type, flipped ? Shape{columns, rows} : Shape{rows, columns});
@@ -74,7 +73,8 @@ TEST(CudaMatmul, TakesRowsThatAreNotAligned) {
   AGOQ_NEEDS_GPU();
   for (const Types& types : kTypes) {
     Pair pair;
-    const Twin a = pair.random(types.operand, Shape{66, 129}), b = pair.random(types.operand, Shape{90, 129});
+    const Twin a = pair.random(types.operand, Shape{66, 129}),
+               b = pair.random(types.operand, Shape{90, 129});
     const Twin c = pair.empty(types.result, Shape{65, 87});
     cpu_backend().matmul(pair.cpu, a.cpu.slice_rows(1, 66), Transpose::kNo, b.cpu.slice_rows(3, 90),
                          Transpose::kYes, c.cpu, false);
@@ -121,7 +121,8 @@ TEST(CudaMatmul, PlansTheWorkspaceOfARealCall) {
     missing = error.what();
   }
   if (missing) GTEST_SKIP() << *missing;
-  const auto run = [](const Context& context, const Tensor& dy, const Tensor& x, const QuantTensor& main) {
+  const auto run = [](const Context& context, const Tensor& dy, const Tensor& x,
+                      const QuantTensor& main) {
     cuda_backend().accumulate_weight_gradient(context, dy, x, main, {}, {});
   };
   const QuantFormat format = parse_format("e4m3/128/fp32");

@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
   for (int tile = static_cast<int>(document_of(g, first).first); tile < end; tile += T::kStream) {
     __syncthreads();
     load_tile<kSize, T::kStride, T::kThreads>(
-        TileSource<Storage>{qkv + g.key(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream, keys);
+        TileSource<Storage>{qkv + g.key(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream,
+        keys);
     load_tile<kSize, T::kStride, T::kThreads>(
         TileSource<Storage>{qkv + g.value(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream,
         values);
@@ -164,13 +165,14 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
 }
 
 __global__ void ragged_offsets_kernel(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
-                                      std::int64_t qkv_width, std::int64_t out_width, std::int64_t heads,
-                                      RaggedOffsets offsets) {
+                                      std::int64_t qkv_width, std::int64_t out_width,
+                                      std::int64_t kv_width, std::int64_t heads, RaggedOffsets offsets) {
   const std::int64_t d = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (d > batch) return;
   const std::int64_t start = starts[d < count ? d : count];
   offsets.qkv[d] = start * qkv_width;
   offsets.out[d] = start * out_width;
+  offsets.kv[d] = start * kv_width;
   offsets.statistics[d] = start * heads;
   if (d < batch) offsets.lengths[d] = d < count ? starts[d + 1] - static_cast<std::int32_t>(start) : 0;
 }
@@ -182,7 +184,8 @@ void launch_forward(const Geometry& g, const Storage* qkv, Storage* out, float* 
                     cudaStream_t stream) {
   for_size(g.size, [&]<int kSize>() {
     using T = Tiling<Storage, kSize>;
-    constexpr int kBytes = (T::kOwnElements + 2 * T::kStreamElements) * static_cast<int>(sizeof(Storage));
+    constexpr int kBytes =
+        (T::kOwnElements + 2 * T::kStreamElements) * static_cast<int>(sizeof(Storage));
     expect_success(cudaFuncSetAttribute(forward_kernel<Storage, kSize>,
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                    "attention_forward");
@@ -244,11 +247,11 @@ bool asks_cudnn(Libraries& libraries, ElementType type) {
 }  // namespace attention
 
 void make_ragged_offsets(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
-                         std::int64_t qkv_width, std::int64_t out_width, std::int64_t heads,
-                         const RaggedOffsets& offsets, cudaStream_t stream) {
+                         std::int64_t qkv_width, std::int64_t out_width, std::int64_t kv_width,
+                         std::int64_t heads, const RaggedOffsets& offsets, cudaStream_t stream) {
   constexpr int kThreads = 128;
   attention::ragged_offsets_kernel<<<static_cast<unsigned>(batch / kThreads + 1), kThreads, 0, stream>>>(
-      starts, count, batch, qkv_width, out_width, heads, offsets);
+      starts, count, batch, qkv_width, out_width, kv_width, heads, offsets);
   expect_launched("attention");
 }
 

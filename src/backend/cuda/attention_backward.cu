@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
   for (int tile = static_cast<int>(document_of(g, first).first); tile < end; tile += T::kStream) {
     __syncthreads();
     load_tile<kSize, T::kStride, T::kThreads>(
-        TileSource<Storage>{qkv + g.key(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream, keys);
+        TileSource<Storage>{qkv + g.key(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream,
+        keys);
     load_tile<kSize, T::kStride, T::kThreads>(
         TileSource<Storage>{qkv + g.value(kv_head), g.qkv_width, g.size}, tile, g.tokens, T::kStream,
         values);
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
   load_tile<kSize, T::kStride, T::kThreads>(
       TileSource<Storage>{qkv + g.key(kv_head), g.qkv_width, g.size}, first, g.tokens, T::kOwn, keys);
   load_tile<kSize, T::kStride, T::kThreads>(
-      TileSource<Storage>{qkv + g.value(kv_head), g.qkv_width, g.size}, first, g.tokens, T::kOwn, values);
+      TileSource<Storage>{qkv + g.value(kv_head), g.qkv_width, g.size}, first, g.tokens, T::kOwn,
+      values);
 
   const auto end_of = [&](int token) {  // of the document of the token, or of the last
     return static_cast<int>(document_of(g, min(token, tokens - 1)).last);
@@ -200,8 +202,9 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
           for (int i = 0; i < 4; ++i) {
             const int token = tile + column + i % 2, row = warp_first + row_in_warp() + i / 2 * 8;
             const bool seen = !masked || (token >= row && token < end[i / 2]);
-            const float p = exp2f(seen ? fmaf(weights[j][i], scale, -(i % 2 == 0 ? row_sum.x : row_sum.y))
-                                       : kMinusInfinity);
+            const float p =
+                exp2f(seen ? fmaf(weights[j][i], scale, -(i % 2 == 0 ? row_sum.x : row_sum.y))
+                           : kMinusInfinity);
             weights[j][i] = p;
             dscores[j][i] = p * (dscores[j][i] - (i % 2 == 0 ? row_delta.x : row_delta.y));
           }
@@ -214,8 +217,8 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
   const int columns = g.size - first_column;
   store_rows<kGroups>(dkey, g.scale, g.scale, dqkv + g.key(kv_head) + first_column, g.qkv_width,
                       warp_first, g.tokens, columns);
-  store_rows<kGroups>(dvalue, 1.0f, 1.0f, dqkv + g.value(kv_head) + first_column, g.qkv_width, warp_first,
-                      g.tokens, columns);
+  store_rows<kGroups>(dvalue, 1.0f, 1.0f, dqkv + g.value(kv_head) + first_column, g.qkv_width,
+                      warp_first, g.tokens, columns);
 }
 
 }  // namespace
@@ -228,7 +231,8 @@ void launch_backward(const Geometry& g, const Storage* dout, const Storage* qkv,
   delta_kernel<<<blocks, kDeltaThreads, 0, stream>>>(g, dout, out, delta);
   for_size(g.size, [&]<int kSize>() {
     using T = Tiling<Storage, kSize>;
-    constexpr int kTiles = 2 * (T::kOwnElements + T::kStreamElements) * static_cast<int>(sizeof(Storage));
+    constexpr int kTiles =
+        2 * (T::kOwnElements + T::kStreamElements) * static_cast<int>(sizeof(Storage));
     constexpr int kStatistics = 2 * T::kStream * static_cast<int>(sizeof(float));
     const auto prepare = [](auto kernel, int bytes) {
       expect_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),

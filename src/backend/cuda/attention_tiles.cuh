@@ -8,8 +8,8 @@
 //   weighted o[16 x d]  += w[16 x 16] B[16 x d]           w: in registers
 //
 // Layout of a 16 x 8 n matrix in the registers of a warp (that of mma.sync's m16n8 accumulators): lane
-// 4 g + t holds, of column group j, [j][0..1] = row g, columns 8 j + 2 t and 8 j + 2 t + 1, and [j][2..3]
-// the same columns of row g + 8. A row lies in four neighbouring lanes.
+// 4 g + t holds, of column group j, [j][0..1] = row g, columns 8 j + 2 t and 8 j + 2 t + 1, and
+// [j][2..3] the same columns of row g + 8. A row lies in four neighbouring lanes.
 //
 // BF16 goes through the tensor cores, with FP32 sums; w is rounded to BF16. FP32 keeps FP32 throughout
 // and the same layout. Sums run in a fixed order: nothing depends on the launch.
@@ -38,7 +38,9 @@ struct Geometry {
 
   __host__ __device__ int group() const { return heads / kv_heads; }
   __host__ __device__ std::int64_t query(int head) const { return std::int64_t{head} * size; }
-  __host__ __device__ std::int64_t key(int kv_head) const { return std::int64_t{heads + kv_head} * size; }
+  __host__ __device__ std::int64_t key(int kv_head) const {
+    return std::int64_t{heads + kv_head} * size;
+  }
   __host__ __device__ std::int64_t value(int kv_head) const {
     return std::int64_t{heads + kv_heads + kv_head} * size;
   }
@@ -137,7 +139,8 @@ __device__ __forceinline__ void load_transposed(const Bf16* row, std::uint32_t (
 }
 __device__ __forceinline__ void multiply(const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
                                          float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -169,9 +172,8 @@ template <int kStride, int kGroups>
 __device__ __forceinline__ void add_weighted(const Matrix<2>& weights, const Bf16* b,
                                              Matrix<kGroups>& sum) {
   const int in = lane() % 8, quarter = lane() / 8;
-  const std::uint32_t left[4] = {
-      pack(weights[0][0], weights[0][1]), pack(weights[0][2], weights[0][3]),
-      pack(weights[1][0], weights[1][1]), pack(weights[1][2], weights[1][3])};
+  const std::uint32_t left[4] = {pack(weights[0][0], weights[0][1]), pack(weights[0][2], weights[0][3]),
+                                 pack(weights[1][0], weights[1][1]), pack(weights[1][2], weights[1][3])};
   const Bf16* const b_row = b + (in + quarter % 2 * 8) * kStride + quarter / 2 * 8;
 #pragma unroll
   for (int j = 0; j < kGroups; j += 2) {

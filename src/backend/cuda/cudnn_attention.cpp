@@ -18,8 +18,10 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -33,8 +35,6 @@ namespace agoq::cuda {
 namespace {
 
 constexpr std::size_t kMebibyte = std::size_t{1} << 20;
-/// The frontend keeps dP, quadratic in the longest document, where that is within this; it is faster there.
-constexpr std::size_t kQuadraticBytes = 256 * kMebibyte;
 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -42,7 +42,12 @@ std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 std::size_t offsets_bytes(std::int64_t batch) {
   const auto documents = static_cast<std::size_t>(batch);
   return round_up(documents * sizeof(std::int32_t)) +
-         3 * round_up((documents + 1) * sizeof(std::int64_t));
+         4 * round_up((documents + 1) * sizeof(std::int64_t));
+}
+
+/// Bytes of dq, dk and dv of a ragged batch before they are interleaved.
+std::size_t gradients_bytes(const AttentionShape& shape, std::int64_t tokens) {
+  return static_cast<std::size_t>(tokens * shape.qkv_width()) * sizeof(std::uint16_t) + 3 * 256;
 }
 
 void warn(std::string_view text) {
@@ -56,12 +61,13 @@ std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int6
   // For the offsets of ragged batches and cuDNN's small change.
   std::size_t bytes = 4 * kMebibyte;
   if (!backward) return bytes;
-  // FP32 sums of dq; of dk and dv per query head where heads share them; a row sum per head; and slack
-  // of a tile of queries per document.
+  // FP32 sums of dq, and of dk and dv per query head where heads share them; the row sums of the
+  // softmax's gradient; the gradients of a ragged batch.
   const auto per_token = static_cast<std::size_t>(shape.output_width()) * sizeof(float);
   const std::size_t sums = shape.heads == shape.kv_heads ? 1 : 3;
-  bytes += static_cast<std::size_t>(tokens) * (sums * per_token + 2 * sizeof(float) * shape.heads);
-  return bytes + kQuadraticBytes;
+  const std::size_t statistics = 2 * sizeof(float) * static_cast<std::size_t>(shape.heads);
+  bytes += static_cast<std::size_t>(tokens) * (sums * per_token + statistics);
+  return bytes + gradients_bytes(shape, tokens);
 }
 
 #ifndef AGOQ_HAS_CUDNN
@@ -97,7 +103,20 @@ using fe::graph::Tensor_attributes;
 using TensorHandle = std::shared_ptr<Tensor_attributes>;
 
 enum Uid : std::int64_t {
-  kQ = 1, kK, kV, kO, kStats, kDO, kDQ, kDK, kDV, kLengths, kQkvOffsets, kOutOffsets, kStatsOffsets
+  kQ = 1,
+  kK,
+  kV,
+  kO,
+  kStats,
+  kDO,
+  kDQ,
+  kDK,
+  kDV,
+  kLengths,
+  kQkvOffsets,
+  kOutOffsets,
+  kKvOffsets,
+  kStatsOffsets
 };
 
 struct GraphKey {
@@ -130,6 +149,9 @@ class GraphMaker {
     lengths_ = plain(kLengths, "lengths", key.batch, fe::DataType_t::INT32);
     qkv_offsets_ = plain(kQkvOffsets, "qkv_offsets", key.batch + 1, fe::DataType_t::INT64);
     out_offsets_ = plain(kOutOffsets, "out_offsets", key.batch + 1, fe::DataType_t::INT64);
+    if (key.backward) {
+      kv_offsets_ = plain(kKvOffsets, "kv_offsets", key.batch + 1, fe::DataType_t::INT64);
+    }
     stats_offsets_ = plain(kStatsOffsets, "stats_offsets", key.batch + 1, fe::DataType_t::INT64);
   }
 
@@ -159,7 +181,8 @@ class GraphMaker {
   TensorHandle heads_of_qkv(std::int64_t uid, const char* name, std::int64_t heads) const {
     Tensor_attributes tensor;
     tensor.set_name(name);
-    place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16, qkv_offsets_);
+    place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16,
+          qkv_offsets_);
     return graph_->tensor(tensor);
   }
   TensorHandle output_like(std::int64_t uid, const char* name) const {
@@ -206,14 +229,15 @@ class GraphMaker {
     Tensor_attributes statistics;
     statistics.set_name("stats");
     place_statistics(statistics);
-    const auto [dq, dk, dv] = graph_->sdpa_backward(
-        heads_of_qkv(kQ, "q", key_.heads), heads_of_qkv(kK, "k", key_.kv_heads),
-        heads_of_qkv(kV, "v", key_.kv_heads), output_like(kO, "o"), output_like(kDO, "do"),
-        graph_->tensor(statistics), attributes);
+    const auto [dq, dk, dv] =
+        graph_->sdpa_backward(heads_of_qkv(kQ, "q", key_.heads), heads_of_qkv(kK, "k", key_.kv_heads),
+                              heads_of_qkv(kV, "v", key_.kv_heads), output_like(kO, "o"),
+                              output_like(kDO, "do"), graph_->tensor(statistics), attributes);
     const auto gradient = [&](Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads) {
       tensor.set_output(true);
-      place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16,
-            qkv_offsets_);
+      const std::int64_t per_token = key_.ragged() ? heads * key_.head_size : shape_.qkv_width();
+      place(tensor, uid, heads, key_.head_size, per_token, fe::DataType_t::BFLOAT16,
+            uid == kDQ ? out_offsets_ : kv_offsets_);
     };
     gradient(*dq, kDQ, key_.heads);
     gradient(*dk, kDK, key_.kv_heads);
@@ -223,15 +247,18 @@ class GraphMaker {
   GraphKey key_;
   AttentionShape shape_;
   std::shared_ptr<fe::graph::Graph> graph_;
-  TensorHandle lengths_, qkv_offsets_, out_offsets_, stats_offsets_;
+  TensorHandle lengths_, qkv_offsets_, out_offsets_, kv_offsets_, stats_offsets_;
 };
+
+/// cuDNN lists every engine that it tried.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
   Graph built;
   built.graph = GraphMaker(key, device().capability).make();
   fe::error_t status = built.graph->build(handle, {fe::HeurMode_t::A});
   if (status.is_bad()) {
-    built.failure = status.get_message();
+    built.failure = first_line(status.get_message());
     return built;
   }
   std::int64_t bytes = 0;
@@ -242,8 +269,13 @@ Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
 
 GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::int64_t tokens,
                 bool backward) {
-  GraphKey key{shape.heads, shape.kv_heads,    shape.head_size, documents.count,
-               documents.longest, 0, backward};
+  GraphKey key{shape.heads, shape.kv_heads, shape.head_size, documents.count, documents.longest,
+               0,           backward};
+  // Documents::longest may be a bound; the length of a single document is known.
+  if (documents.count == 1) {
+    key.longest = tokens;
+    return key;
+  }
   // No document is longer than `longest`, so together they reach this sum only if all are as long.
   if (documents.count * documents.longest == tokens) return key;
   key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
@@ -287,17 +319,22 @@ struct CudnnAttention::State {
         }
         built = build_graph(key, handle);
       } catch (const std::exception& error) {  // the frontend throws where it opens libraries
-        built.failure = error.what();
+        built.failure = first_line(error.what());
       }
-      const std::size_t needed = built.workspace + (key.ragged() ? offsets_bytes(key.batch) : 0);
+      std::size_t needed = round_up(built.workspace);
+      if (key.ragged()) needed += offsets_bytes(key.batch);
+      if (key.ragged() && key.backward) {
+        needed += gradients_bytes({key.heads, key.kv_heads, key.head_size}, key.tokens);
+      }
       if (built.failure.empty() && needed > planned) {
         built.failure = fmt::format("it asks for {} MiB of workspace and {} are planned",
                                     needed / kMebibyte, planned / kMebibyte);
       }
       if (!built.failure.empty()) {
-        warn(fmt::format("cuDNN does not serve attention {} with {}/{} heads of {}, {} documents up to {}: {}",
-                         key.backward ? "backward" : "forward", key.heads, key.kv_heads, key.head_size,
-                         key.batch, key.longest, built.failure));
+        warn(fmt::format(
+            "cuDNN does not serve attention {} with {}/{} heads of {}, {} documents up to {}: {}",
+            key.backward ? "backward" : "forward", key.heads, key.kv_heads, key.head_size, key.batch,
+            key.longest, built.failure));
         built.graph.reset();
       }
       known = graphs.emplace(key, std::move(built)).first;
@@ -305,42 +342,79 @@ struct CudnnAttention::State {
     return known->second.graph == nullptr ? nullptr : &known->second;
   }
 
-  /// Makes the offsets of a ragged batch behind the graph's own workspace and names them to it.
-  static void add_offsets(const GraphKey& key, const AttentionShape& shape, const Documents& documents,
-                          std::byte* memory, cudaStream_t stream,
-                          std::unordered_map<std::int64_t, void*>& pointers) {
-    const auto documents_and_end = static_cast<std::size_t>(key.batch) + 1;
-    const auto cut = [&](std::size_t bytes) {
+  /// Cuts memory into pieces at multiples of 256 bytes.
+  struct Pieces {
+    std::byte* memory;
+    std::byte* cut(std::size_t bytes) {
       std::byte* const piece = memory;
       memory += round_up(bytes);
       return piece;
-    };
+    }
+  };
+  using Pointers = std::unordered_map<std::int64_t, void*>;
+
+  static void add_offsets(const GraphKey& key, const AttentionShape& shape, const Documents& documents,
+                          Pieces& pieces, cudaStream_t stream, Pointers& pointers) {
+    const auto batch = static_cast<std::size_t>(key.batch);
     const auto cut_offsets = [&] {
-      return reinterpret_cast<std::int64_t*>(cut(documents_and_end * sizeof(std::int64_t)));
+      return reinterpret_cast<std::int64_t*>(pieces.cut((batch + 1) * sizeof(std::int64_t)));
     };
     RaggedOffsets offsets{};
-    offsets.lengths = reinterpret_cast<std::int32_t*>(
-        cut((documents_and_end - 1) * sizeof(std::int32_t)));
+    offsets.lengths = reinterpret_cast<std::int32_t*>(pieces.cut(batch * sizeof(std::int32_t)));
     offsets.qkv = cut_offsets();
     offsets.out = cut_offsets();
+    offsets.kv = cut_offsets();
     offsets.statistics = cut_offsets();
     make_ragged_offsets(documents.starts.as<std::int32_t>(), documents.count, key.batch,
-                        shape.qkv_width(), shape.output_width(), shape.heads, offsets, stream);
+                        shape.qkv_width(), shape.output_width(),
+                        std::int64_t{shape.kv_heads} * shape.head_size, shape.heads, offsets, stream);
     pointers[kLengths] = offsets.lengths;
     pointers[kQkvOffsets] = offsets.qkv;
     pointers[kOutOffsets] = offsets.out;
+    if (key.backward) pointers[kKvOffsets] = offsets.kv;
     pointers[kStatsOffsets] = offsets.statistics;
   }
 
+  /// Gradients of a ragged batch: from tensors of their own to their places in dqkv.
+  struct Interleaving {
+    std::size_t bytes[3];  // of a token, of dq, dk and dv
+    std::byte* from[3];
+    void* to[3];
+
+    Interleaving(const AttentionShape& shape, std::int64_t tokens, Pieces& pieces, Pointers& pointers) {
+      constexpr std::int64_t kUids[3] = {kDQ, kDK, kDV};
+      for (int i = 0; i < 3; ++i) {
+        const int heads = i == 0 ? shape.heads : shape.kv_heads;
+        bytes[i] = static_cast<std::size_t>(heads) * static_cast<std::size_t>(shape.head_size) *
+                   sizeof(std::uint16_t);
+        from[i] = pieces.cut(static_cast<std::size_t>(tokens) * bytes[i]);
+        to[i] = pointers.at(kUids[i]);
+        pointers[kUids[i]] = from[i];
+      }
+    }
+    void run(std::int64_t tokens, cudaStream_t stream) const {
+      const std::size_t pitch = bytes[0] + bytes[1] + bytes[2];
+      for (int i = 0; i < 3; ++i) {
+        expect_success(
+            cudaMemcpy2DAsync(to[i], pitch, from[i], bytes[i], bytes[i],
+                              static_cast<std::size_t>(tokens), cudaMemcpyDeviceToDevice, stream),
+            "attention_backward");
+      }
+    }
+  };
+
   bool run(const Context& context, const AttentionShape& shape, const Documents& documents,
-           std::int64_t tokens, bool backward, std::byte* workspace,
-           std::unordered_map<std::int64_t, void*> pointers) {
+           std::int64_t tokens, bool backward, std::byte* workspace, Pointers pointers) {
     const GraphKey key = key_of(shape, documents, tokens, backward);
     const Graph* const found = graph(key, planned_bytes(shape, tokens, backward));
     if (found == nullptr) return false;
     const cudaStream_t stream = stream_of(context.stream);
+    Pieces pieces{workspace};
+    pieces.cut(found->workspace);
+    std::optional<Interleaving> interleaving;
     if (key.ragged()) {
-      add_offsets(key, shape, documents, workspace + round_up(found->workspace), stream, pointers);
+      add_offsets(key, shape, documents, pieces, stream, pointers);
+      if (backward) interleaving.emplace(shape, tokens, pieces, pointers);
     }
     const std::string_view operation = backward ? "attention_backward" : "attention_forward";
     check(fe::detail::set_stream(handle, stream) == CUDNN_STATUS_SUCCESS,
@@ -348,6 +422,7 @@ struct CudnnAttention::State {
     fe::error_t status = found->graph->execute(handle, pointers, workspace);
     check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
           status.get_message());
+    if (interleaving) interleaving->run(tokens, stream);
     return true;
   }
 };
@@ -369,9 +444,9 @@ struct Sections {
 
 CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
 
-CudnnAttention::~CudnnAttention() {
-  if (state_->handle != nullptr) fe::detail::destroy_handle(state_->handle);
-}
+// Left to the end of the process: by the time the backend, which is static, is destroyed, the driver
+// that handle and graphs refer to may be gone.
+CudnnAttention::~CudnnAttention() { static_cast<void>(state_.release()); }
 
 bool CudnnAttention::available() { return state_->look(); }
 
@@ -379,12 +454,9 @@ bool CudnnAttention::forward(const Context& context, const AttentionShape& shape
                              const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,
                              std::byte* workspace) {
   const Sections in(qkv, shape);
-  return state_->run(context, shape, documents, qkv.rows(), false, workspace,
-                     {{kQ, in.query},
-                      {kK, in.key},
-                      {kV, in.value},
-                      {kO, out.data},
-                      {kStats, log_sum_exp.data}});
+  return state_->run(
+      context, shape, documents, qkv.rows(), false, workspace,
+      {{kQ, in.query}, {kK, in.key}, {kV, in.value}, {kO, out.data}, {kStats, log_sum_exp.data}});
 }
 
 bool CudnnAttention::backward(const Context& context, const AttentionShape& shape, const Tensor& dout,

@@ -5,7 +5,10 @@
 //   dense    all documents have the same length (count * longest = N): they are the batch dimension;
 //   ragged   else: the batch dimension is the number of documents rounded up to a power of two (so that
 //            few graphs serve all batches), with padding masks and offsets that a kernel makes from
-//            Documents::starts in the workspace. Documents beyond the last have no tokens.
+//            Documents::starts in the workspace. Documents beyond the last have no tokens. The frontend
+//            sizes the FP32 sums of ragged gradients by the width of a token's memory, so these go to
+//            tensors of their own and are copied into dqkv: interleaved, four query heads to a kv head
+//            would take 221 KB of sums per token instead of 49.
 //
 // Workspace. What cuDNN asks for is known once a graph is built, which needs cuDNN and takes a second or
 // more, and differs between dense and ragged graphs; the plan needs one figure that holds for every

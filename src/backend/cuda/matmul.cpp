@@ -74,10 +74,10 @@ Extents check_product(std::string_view operation, const Matrix& a, bool flip_a, 
   const Extents e{flip_a ? a.width : a.rows, flip_b ? b.rows : b.width, flip_a ? a.rows : a.width};
   const std::int64_t inner = flip_b ? b.width : b.rows;
   check(inner == e.k && c.rows == e.m && c.width == e.n,
-        "{}: op(a) is [{}, {}], op(b) [{}, {}] and c [{}, {}]: they do not multiply", operation, e.m, e.k,
-        inner, e.n, c.rows, c.width);
-  const bool exact = a.type == ElementType::kFp32 && b.type == ElementType::kFp32 &&
-                     c.type == ElementType::kFp32;
+        "{}: op(a) is [{}, {}], op(b) [{}, {}] and c [{}, {}]: they do not multiply", operation, e.m,
+        e.k, inner, e.n, c.rows, c.width);
+  const bool exact =
+      a.type == ElementType::kFp32 && b.type == ElementType::kFp32 && c.type == ElementType::kFp32;
   const bool brain = a.type == ElementType::kBf16 && b.type == ElementType::kBf16 &&
                      (c.type == ElementType::kBf16 || c.type == ElementType::kFp32);
   check(exact || brain,
@@ -153,10 +153,10 @@ int find_candidates(cublasLtHandle_t handle, const ProductKey& key, Product& pro
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.c_alignment);
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.c_alignment);
   int found = 0;
-  expect_success(cublasLtMatmulAlgoGetHeuristic(handle, &product.operation, &product.a, &product.b,
-                                                &product.c, &product.c, &preference, kCandidates,
-                                                candidates.data(), &found),
-                 "matmul");
+  expect_success(
+      cublasLtMatmulAlgoGetHeuristic(handle, &product.operation, &product.a, &product.b, &product.c,
+                                     &product.c, &preference, kCandidates, candidates.data(), &found),
+      "matmul");
   check(found > 0, "matmul: cuBLASLt has no algorithm for a product of extents {} x {} x {}", key.n,
         key.m, key.k);
   return found;
@@ -181,18 +181,16 @@ class Kept {
         operands_(operands) {
     if (!key.accumulate) return;  // the real run overwrites it
     memory_.resize(row_bytes_ * rows_);
-    cuda::expect_success(
-        cudaMemcpy2DAsync(memory_.data(), row_bytes_, operands.result, stride_bytes_, row_bytes_, rows_,
-                          cudaMemcpyDeviceToHost, operands.stream),
-        "matmul");
+    cuda::expect_success(cudaMemcpy2DAsync(memory_.data(), row_bytes_, operands.result, stride_bytes_,
+                                           row_bytes_, rows_, cudaMemcpyDeviceToHost, operands.stream),
+                         "matmul");
     cuda::expect_success(cudaStreamSynchronize(operands.stream), "matmul");
   }
   void restore() const {
     if (memory_.empty()) return;
-    cuda::expect_success(
-        cudaMemcpy2DAsync(operands_.result, stride_bytes_, memory_.data(), row_bytes_, row_bytes_, rows_,
-                          cudaMemcpyHostToDevice, operands_.stream),
-        "matmul");
+    cuda::expect_success(cudaMemcpy2DAsync(operands_.result, stride_bytes_, memory_.data(), row_bytes_,
+                                           row_bytes_, rows_, cudaMemcpyHostToDevice, operands_.stream),
+                         "matmul");
     cuda::expect_success(cudaStreamSynchronize(operands_.stream), "matmul");
   }
 
@@ -259,8 +257,8 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
 std::int64_t slab_rows(std::int64_t rows, std::int64_t columns, std::int64_t most,
                        std::int64_t multiprocessors) {
   const auto waves = [&](std::int64_t slab) {
-    const std::int64_t tiles = (slab + kTileRows - 1) / kTileRows *
-                               ((columns + kTileColumns - 1) / kTileColumns);
+    const std::int64_t tiles =
+        (slab + kTileRows - 1) / kTileRows * ((columns + kTileColumns - 1) / kTileColumns);
     return (tiles + multiprocessors - 1) / multiprocessors;
   };
   if (most >= rows) return rows;
@@ -283,12 +281,9 @@ std::int64_t most_slab_rows(std::int64_t rows, std::int64_t columns) {
 
 Libraries::Libraries() = default;
 
-Libraries::~Libraries() {
-  for (const cudaEvent_t event : events) {
-    if (event != nullptr) cudaEventDestroy(event);
-  }
-  if (cublas_ != nullptr) cublasLtDestroy(cublas_);
-}
+// Handle and events are left to the end of the process: by the time the backend, which is static, is
+// destroyed, the driver may be gone.
+Libraries::~Libraries() = default;
 
 cublasLtHandle_t Libraries::cublas() {
   if (cublas_ == nullptr) {
@@ -349,9 +344,8 @@ void CudaBackend::accumulate_weight_gradient(const Context& context, const Tenso
   const Arena::Scope scope(context.workspace);
   const Tensor slab = context.workspace.take(ElementType::kFp32, Shape{most, columns});
   std::byte* workspace = context.workspace.take(kMatmulWorkspace);
-  const std::int64_t step = context.workspace.is_measuring()
-                                ? most
-                                : slab_rows(rows, columns, most, device().multiprocessors);
+  const std::int64_t step =
+      context.workspace.is_measuring() ? most : slab_rows(rows, columns, most, device().multiprocessors);
   for (std::int64_t first = 0; first < rows; first += step) {
     const std::int64_t last = std::min(first + step, rows);
     const Tensor product = slab.slice_rows(0, last - first);

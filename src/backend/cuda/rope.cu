@@ -2,10 +2,10 @@
 //   (x_i, x_{i + d/2})  ->  (x_i cos - x_{i + d/2} sin,  x_{i + d/2} cos + x_i sin),  i < d/2,
 // with (cos, sin) = table[position][i]. The inverse takes -sin.
 //
-// Ownership. kTokenThreads neighbouring threads share a token. A thread keeps the angles of one vector of
-// eight pairs in registers and turns that vector in every kTokenThreads / (d / 16)-th head, kHeads heads
-// at a time so that their loads are in flight together. Head sizes that are not multiples of 16 go pair
-// by pair. No sums: the results are the CPU backend's bits.
+// Ownership. kTokenThreads neighbouring threads share a token. A thread keeps the angles of one vector
+// of eight pairs in registers and turns that vector in every kTokenThreads / (d / 16)-th head, kHeads
+// heads at a time so that their loads are in flight together. Head sizes that are not multiples of 16 go
+// pair by pair. No sums: the results are the CPU backend's bits.
 //
 // A position outside the table turns its token into NaN, which the engine's checks find: the positions
 // are in device memory, and looking at them here would stall the stream.
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int vector = thread % vectors, slot = thread / vectors;
   if (slot >= slots) return;
   const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kTokenThreads);
-  for (std::int64_t token = std::int64_t{blockIdx.x} * (kThreads / kTokenThreads) +
-                            threadIdx.x / kTokenThreads;
+  for (std::int64_t token =
+           std::int64_t{blockIdx.x} * (kThreads / kTokenThreads) + threadIdx.x / kTokenThreads;
        token < g.tokens; token += step) {
     const std::int64_t position = positions[token];
     const bool known = position >= 0 && position < g.known;
@@ -112,8 +112,8 @@ void CudaBackend::rope(const Context& context, const AttentionShape& shape, cons
   expect("rope", "table", table, ElementType::kFp32, known * shape.head_size);
   check(known > 0, "rope: the table of angles is empty");
   if (context.workspace.is_measuring() || tokens == 0) return;
-  const Geometry g{tokens, width, known, shape.heads + shape.kv_heads, shape.head_size / 2,
-                   inverse ? -1.0f : 1.0f};
+  const Geometry g{
+      tokens, width, known, shape.heads + shape.kv_heads, shape.head_size / 2, inverse ? -1.0f : 1.0f};
   for_storage("rope", qkv.type, [&]<typename Storage>() {
     const cudaStream_t stream = stream_of(context.stream);
     const bool vectors = g.half % kVector == 0 && g.half / kVector <= kTokenThreads &&
@@ -122,8 +122,8 @@ void CudaBackend::rope(const Context& context, const AttentionShape& shape, cons
                          vector_aligned<float>(table.data, kVector);
     if (vectors) {
       constexpr std::int64_t kTokens = kThreads / kTokenThreads;
-      rope_vectors<<<grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads, 0,
-                     stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
+      rope_vectors<<<grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads,
+                     0, stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
     } else {
       const std::int64_t pairs = tokens * g.rotated * g.half;
       rope_pairs<<<grid_blocks((pairs + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,
