@@ -37,7 +37,9 @@ TEST(InitialiseWeight, WeightAndMasterAreTheInitialValues) {
       for (std::int64_t i = 0; i < initial.count(); ++i) {
         const float value = initial.as<float>()[i];
         ASSERT_EQ(weight.as<Bf16>()[i].bits, to_bf16_half_away(value).bits);
-        if (kind == MasterKind::kFp32) ASSERT_EQ(master.as<float>()[i], value);
+        if (kind == MasterKind::kFp32) {
+          ASSERT_EQ(master.as<float>()[i], value);
+        }
         if (kind == MasterKind::kRemainder) {
           ASSERT_EQ(join_master(weight.as<Bf16>()[i], master.as<std::int16_t>()[i]), value);
         }
