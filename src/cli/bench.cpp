@@ -13,6 +13,7 @@
 #include "cli/build_info.h"
 #include "cli/command.h"
 #include "cli/device_option.h"
+#include "cli/operation_table.h"
 #include "cli/table.h"
 #include "core/quantity.h"
 #include "train/step_benchmark.h"
@@ -93,22 +94,7 @@ void bench_kernels(const BenchArguments& arguments) {
 }
 
 void print_step(const StepBenchmark& step, const RunConfig& config) {
-  Table operations({{"operation"},
-                    {"calls", Align::kRight},
-                    {"ms", Align::kRight},
-                    {"share", Align::kRight},
-                    {"TFLOP/s", Align::kRight},
-                    {"GB/s", Align::kRight}});
-  for (const OperationProfile& operation : step.operations) {
-    const auto rate = [&](double amount, double unit) {
-      return amount == 0 ? std::string() : fmt::format("{:.1f}", amount / operation.seconds / unit);
-    };
-    operations.add_row({operation.operation, std::to_string(operation.calls),
-                        fmt::format("{:.3f}", 1e3 * operation.seconds),
-                        fmt::format("{:.1f} %", 100 * operation.seconds / step.operations_seconds),
-                        rate(operation.flops, 1e12), rate(operation.bytes, 1e9)});
-  }
-  fmt::print("{}\n", operations.to_string());
+  fmt::print("{}\n", operation_table(step.operations));
 
   Table table({{}, {"", Align::kRight}});
   const auto row = [&](const std::string& name, const std::string& value) {
@@ -123,7 +109,7 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
       fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
                   100 * step.floor_seconds / step.median_seconds));
   row("model TFLOP/s, causal attention",
-      fmt::format("{:.1f}", 1e-12 * step.model_flops / step.median_seconds));
+      fmt::format("{:.4g}", 1e-12 * step.model_flops / step.median_seconds));
   if (step.peak_flops) {
     row("MFU, causal attention",
         fmt::format("{:.1f} %", 100 * step.model_flops / step.median_seconds / *step.peak_flops));

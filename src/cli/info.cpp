@@ -42,6 +42,15 @@ std::int64_t available_memory() {
   return kilobytes.empty() ? 0 : std::stoll(kilobytes) * 1024;
 }
 
+/// The GPU, or why there is none.
+std::string cuda_description() {
+  try {
+    return cuda_backend().description();
+  } catch (const Error& error) {
+    return std::string("cuda: no: ") + error.what();
+  }
+}
+
 void print_info() {
   const BuildInfo& build = build_info();
   Table table({{}, {}});
@@ -49,6 +58,7 @@ void print_info() {
   if (!build.commit.empty()) table.add_row({"commit", build.commit});
   table.add_row({"compiler", fmt::format("{}, {}", build.compiler, build.build_type)});
   table.add_row({"backend", cpu_backend().description()});
+  table.add_row({"", cuda_description()});
   table.add_row({"processor", fmt::format("{}, {} threads", proc_field("/proc/cpuinfo", "model name"),
                                           std::thread::hardware_concurrency())});
   table.add_row({"memory", fmt::format("{}, {} available", format_bytes(machine_memory()),
@@ -67,6 +77,7 @@ void print_info_json() {
   json["compiler"] = build.compiler;
   json["build_type"] = build.build_type;
   json["backend"] = cpu_backend().description();
+  json["cuda"] = cuda_description();
   json["processor"] = proc_field("/proc/cpuinfo", "model name");
   json["threads"] = omp_get_max_threads();
   json["memory_bytes"] = machine_memory();

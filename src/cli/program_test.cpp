@@ -90,6 +90,29 @@ TEST(Program, InfoIsReadByPeopleAndByPrograms) {
 #endif
 }
 
+TEST(Program, BenchStepPrintsSpeedFloorAndShares) {
+  const Outcome outcome =
+      run("bench step " + std::string(AGOQ_EXAMPLES) +
+          "/quickstart.toml --json --steps 2 --set train.sequence=32 --set train.micro_batches=1 "
+          "--set model.layers=1 --set model.hidden=64 --set model.heads=1 --set model.kv_heads=1");
+  ASSERT_EQ(outcome.status, 0) << outcome.error;
+  const nlohmann::json json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("tokens_per_step"), 64);
+  EXPECT_GT(json.at("tokens_per_second"), 0.0);
+  EXPECT_GT(json.at("floor_seconds"), 0.0);
+  EXPECT_EQ(json.at("step_seconds").size(), 2u);
+  double matrix_flops = 0;
+  for (const auto& operation : json.at("operations")) {
+    if (operation.at("operation") == "matmul" ||
+        operation.at("operation") == "accumulate_weight_gradient") {
+      matrix_flops += operation.at("flops").get<double>();
+    }
+  }
+  // Forward and twice as much backward: 6 per weight and token, the causal part of attention aside.
+  const double weights = 64 * (3 * 64 + 64 + 3 * 704 + 257);
+  EXPECT_EQ(matrix_flops, 6 * weights * 64);
+}
+
 TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   const Outcome outcome = run("bench kernels --tokens 2 --json");
   EXPECT_EQ(outcome.status, 0) << outcome.error;
@@ -104,7 +127,9 @@ TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
     EXPECT_NEAR(operation.at("bytes_per_second").get<double>() * operation.at("seconds").get<double>(),
                 operation.at("bytes").get<double>(), 1);
   }
-  expect_bad_input("bench steps", "'bench steps' was given");
+  expect_bad_input("bench steps", "'agoq bench steps' was given");
+  expect_bad_input("bench step", "'agoq bench step' was given");
+  expect_bad_input("bench step /nowhere.toml", "/nowhere.toml");
   expect_bad_input("bench kernels --device gpu", "--device is cpu or cuda; 'gpu' was given");
   expect_bad_input("bench kernels --tokens -1", "--tokens is at least 1");
 }

@@ -4,7 +4,9 @@
 
 #include <memory>
 
+#include "backend/profiled_backend.h"
 #include "cli/command.h"
+#include "cli/operation_table.h"
 #include "cli/summary_table.h"
 #include "train/training_run.h"
 
@@ -16,6 +18,7 @@ struct TrainArguments {
   std::vector<std::string> settings;
   bool resume = false;
   bool overwrite = false;
+  bool profile = false;
   bool json = false;
 };
 
@@ -28,7 +31,15 @@ void train(const TrainArguments& arguments) {
   options.show_progress = !arguments.json;
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
-  const RunSummary summary = run_training(config, backend_of(config.run.device), options);
+  Backend& backend = backend_of(config.run.device);
+  ProfiledBackend profiled(backend);
+  const RunSummary summary =
+      run_training(config, arguments.profile ? static_cast<Backend&>(profiled) : backend, options);
+  if (arguments.profile) {
+    fmt::print(arguments.json ? stderr : stdout,
+               "\nThe whole run, each operation timed by itself:\n{}\n",
+               operation_table(profiled.profile()));
+  }
   if (summary.steps < config.run.steps) return;
   if (arguments.json) {
     fmt::print("{}", to_json(summary));
@@ -46,6 +57,8 @@ Action declare_train(Arguments& arguments) {
                    "Override a setting, for instance train.steps=100");
   arguments.flag("--resume", given->resume, "Go on from the newest checkpoint of the run directory");
   arguments.flag("--overwrite", given->overwrite, "Remove the run that the run directory holds");
+  arguments.flag("--profile", given->profile,
+                 "Time each operation by itself and print what it took; the run is slower for it");
   arguments.flag("--json", given->json, "Print the summary as JSON, and no progress");
   return [given] { train(*given); };
 }
