@@ -16,6 +16,9 @@
 namespace agoq {
 namespace {
 
+// Bytes; far more than all keys with their comments take.
+constexpr std::size_t kLargestConfig = std::size_t{1} << 20;
+
 // --- names ---
 
 std::vector<std::string_view> section_names() {
@@ -206,7 +209,15 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   std::ifstream file(path, std::ios::binary);
   check_input(file.good(), "{}: cannot be read: {}; expected a TOML configuration (examples/ has some)",
               path, std::strerror(errno));
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  // A limit, since a device such as /dev/zero never ends.
+  std::string text(kLargestConfig + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  check_input(!file.bad(), "{}: cannot be read: {}; expected a TOML configuration", path,
+              std::strerror(errno));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  check_input(text.size() <= kLargestConfig,
+              "{}: has more than {} bytes; expected a TOML configuration (examples/ has some)", path,
+              kLargestConfig);
   return parse_run_config(text, path, overrides);
 }
 

@@ -202,5 +202,16 @@ TEST(RunConfig, ReportsAFileThatCannotBeRead) {
   }
 }
 
+TEST(RunConfig, ReadsNoMoreThanAConfigurationMayHave) {
+  try {
+    load_run_config("/dev/zero");  // never ends
+    ADD_FAILURE() << "/dev/zero was read";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInput);
+    EXPECT_NE(std::string(error.what()).find("/dev/zero: has more than"), std::string::npos)
+        << error.what();
+  }
+}
+
 }  // namespace
 }  // namespace agoq
