@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
 
 /// The same for RMSNorm where has_whole_nf4_groups, everything is aligned and a block has at most two
 /// teams, which then do not wait for each other. A row is decoded twice, which takes fewer registers
-/// than keeping it, so that all loads of a row are on their way at once.
+/// than keeping it, and what the next row needs is on its way to the L2 cache meanwhile.
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     whole_backward_kernel(NormRows shape, QuantView given_view, const Storage* dy, const Storage* weight,
@@ -369,11 +369,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     Group group = group_of(view, row, static_cast<std::uint32_t>(place.group));
     group.count = kSuperBlock;
     const std::int64_t offset = row * shape.width;
-    PackedGroup<Storage> dy_packed, dx_packed;
+    PackedGroup<Storage> dy_packed;
     WholeNf4Group x_packed;
     load_packed_group(group, dy + offset, true, dy_packed);
     x_packed.load(group);
-    load_packed_group(group, dx + offset, true, dx_packed);
+    prefetch_whole(dx + offset + group.column);  // wanted after the sums
     if (row + step < shape.rows) {
       const std::int64_t next = offset + step * shape.width + group.column;
       prefetch_whole(dy + next);
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float x[kVector], g[kVector], w[kVector], out[kVector];
       widen(dy_packed[chunk], g);
-      widen(dx_packed[chunk], out);
+      load_part(group, dx + offset, true, chunk, out);
       load_part(group, weight, true, chunk, w);
       x_packed.decode(chunk, level, x);
 #pragma unroll
