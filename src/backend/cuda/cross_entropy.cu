@@ -2,17 +2,26 @@
 //   loss_c = w_c (L_c - logits_c[target_c]),   L_c = m + log sum exp(logits_c - m),  m = max logits_c
 //   dlogits_c[v] = w_c (exp(logits_c[v] - L_c) - [v = target_c]); dlogits may lie over logits.
 //
-// A row belongs to one thread block. The first pass finds the maximum and the sum together: a thread
-// keeps its largest logit so far and the sum of exp relative to it, and scales the sum when the maximum
-// grows. The second pass, for the gradient, needs the logits again: the block keeps as many from the
-// start of the row as fit into shared memory, and reads the others from the end backwards, so that those
-// it read last, which the L2 cache still has, come first. A row of weight 0 is not read. A target
+// Rows of 16,384 logits and more, of a multiple of four, on GPUs with clusters (sm_90). A cluster of
+// eight thread blocks takes a row, each block an eighth of its vectors of four, which it copies to its
+// shared memory: each logit crosses the memory bus once, and up to three blocks of different rows share
+// a multiprocessor, one reading while another writes. Threads find maximum and sum of their own vectors;
+// blocks exchange theirs through each other's shared memory, and all compute the row's in the same
+// order.
+//
+// Other rows. A row belongs to one thread block. The first pass finds the maximum and the sum together:
+// a thread keeps its largest logit so far and the sum of exp relative to it, and scales the sum when the
+// maximum grows. The second pass, for the gradient, needs the logits again: the block keeps as many from
+// the start of the row as fit into shared memory, and reads the others from the end backwards, so that
+// those it read last, which the L2 cache still has, come first. A row of weight 0 is not read. A target
 // outside the vocabulary makes the row's loss NaN and its gradient zero: the host cannot see it without
 // waiting.
 //
 // exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L,
 // taken first: the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the
 // maximum and imprecise does not count. Sums are in an order that the launch fixes.
+#include <cooperative_groups.h>
+
 #include <algorithm>
 
 #include "backend/cuda/cuda_backend.h"
@@ -152,6 +161,166 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (thread == 0) store_once(weight * exponential(of_target - log_sum_exp) - weight, out + target);
 }
 
+// --- a cluster per row ---
+
+constexpr int kClusterBlocks = 8;
+constexpr int kClusterThreads = 512;
+constexpr int kQuad = 4;  // logits of a vector
+constexpr int kLeastClusterWidth = kClusterBlocks * kClusterThreads * kQuad;
+
+__device__ __forceinline__ void store_quad_once(const float (&value)[kQuad], float* place) {
+  __stcs(reinterpret_cast<float4*>(place), make_float4(value[0], value[1], value[2], value[3]));
+}
+__device__ __forceinline__ void store_quad_once(const float (&value)[kQuad], Bf16* place) {
+  uint2 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits.x) : "f"(value[1]), "f"(value[0]));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits.y) : "f"(value[3]), "f"(value[2]));
+  __stcs(reinterpret_cast<uint2*>(place), bits);
+}
+
+/// A maximum and the sum of exp relative to it.
+struct Part {
+  float most;
+  float total;
+};
+/// Both over groups of `lanes` neighbouring lanes, the same in all of them.
+template <int kLanes>
+__device__ __forceinline__ Part combined(Part part) {
+  float most = part.most;
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    most = fmaxf(most, __shfl_xor_sync(kWholeWarp, most, lanes));
+  }
+  // What has no elements has most = -infinity and a sum of zeros.
+  float total = part.total * (part.most == -INFINITY ? 1.0f : exponential(part.most - most));
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    total += __shfl_xor_sync(kWholeWarp, total, lanes);
+  }
+  return {most, total};
+}
+
+/// width: a multiple of kQuad, as are all rows' alignments. dlogits may be null.
+template <typename Gradient>
+__global__ void __launch_bounds__(kClusterThreads, 3)
+    cluster_kernel(const float* logits, const std::int32_t* targets, const float* weights,
+                   float* token_loss, Gradient* dlogits, int width) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  namespace cg = cooperative_groups;
+  constexpr int kWarps = kClusterThreads / kWarp;
+  extern __shared__ float4 quads[];
+  __shared__ Part warp_parts[kWarps], block_part;
+  cg::cluster_group cluster = cg::this_cluster();
+  const int rank = static_cast<int>(cluster.block_rank());
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  const std::int64_t row = blockIdx.x / kClusterBlocks;
+  const int in_row = width / kQuad, per_block = (in_row + kClusterBlocks - 1) / kClusterBlocks;
+  const int first = rank * per_block;
+  const int count = min(per_block, in_row - first);  // not positive where nothing is left
+  const float* const in = logits + row * width + std::int64_t{first} * kQuad;
+  Gradient* const out =
+      dlogits == nullptr ? nullptr : dlogits + row * width + std::int64_t{first} * kQuad;
+  const float weight = weights[row];
+  const std::int32_t target = targets[row];
+  if (weight == 0.0f || target < 0 || target >= width) {  // all blocks of the cluster alike
+    if (out != nullptr) {
+      const float zeros[kQuad] = {};
+      for (int i = thread; i < count; i += kClusterThreads) store_quad_once(zeros, out + i * kQuad);
+    }
+    if (rank == 0 && thread == 0) token_loss[row] = weight == 0.0f ? 0.0f : NAN;
+    return;
+  }
+  for (int i = thread; i < count; i += kClusterThreads) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(quads + i))),
+                 "l"(in + i * kQuad));
+  }
+  const float of_target = logits[row * width + target];  // before the gradient lies over it
+  asm volatile("cp.async.wait_all;" ::: "memory");
+
+  // A thread reads only what it copied itself.
+  Part part{-INFINITY, 0.0f};
+  for (int i = thread; i < count; i += kClusterThreads) {
+    const float4 x = quads[i];
+    part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+  }
+  const float base = reference(part.most);
+  for (int i = thread; i < count; i += kClusterThreads) {
+    const float4 x = quads[i];
+    part.total += (exponential(x.x - base) + exponential(x.y - base)) +
+                  (exponential(x.z - base) + exponential(x.w - base));
+  }
+  part = combined<kWarp>(part);
+  if (lane == 0) warp_parts[warp] = part;
+  __syncthreads();
+  if (warp == 0) {
+    part = combined<kWarps>(warp_parts[lane % kWarps]);
+    if (lane == 0) block_part = part;
+  }
+  cluster.sync();
+  part = combined<kClusterBlocks>(*cluster.map_shared_rank(&block_part, lane % kClusterBlocks));
+  cluster.barrier_arrive();  // this block has read the others' parts
+  const float log_sum_exp = part.most + logf(part.total);
+  if (rank == 0 && thread == 0) token_loss[row] = weight * (log_sum_exp - of_target);
+  if (out != nullptr) {
+    const int quad_of_target = target / kQuad - first;
+    for (int i = thread; i < count; i += kClusterThreads) {
+      const float4 x = quads[i];
+      float gradient[kQuad] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k) gradient[k] = weight * exponential(gradient[k] - log_sum_exp);
+      if (i == quad_of_target) {
+#pragma unroll
+        for (int k = 0; k < kQuad; ++k) gradient[k] -= k == target % kQuad ? weight : 0.0f;
+      }
+      store_quad_once(gradient, out + i * kQuad);
+    }
+  }
+  cluster.barrier_wait();  // a block's shared memory ends with it
+#endif
+}
+
+/// Whether cluster_kernel takes rows of this width: they fit into the shared memory of a cluster, and
+/// vectors of four are aligned in all of them.
+bool takes_cluster(const Tensor& logits, const Tensor& dlogits) {
+  const std::int64_t width = logits.width();
+  const auto aligned = [](const Tensor& tensor) {
+    return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
+  };
+  constexpr std::int64_t kMostBytes = 200 << 10;  // of a block
+  return device().capability >= 90 && width % kQuad == 0 && width >= kLeastClusterWidth &&
+         width * static_cast<std::int64_t>(sizeof(float)) <= kClusterBlocks * kMostBytes &&
+         aligned(logits) && (!dlogits || aligned(dlogits)) &&
+         logits.rows() < (std::int64_t{1} << 31) / kClusterBlocks;
+}
+
+template <typename Gradient>
+void launch_cluster(const Context& context, const Tensor& logits, const Tensor& targets,
+                    const Tensor& weights, const Tensor& token_loss, const Tensor& dlogits) {
+  const int width = static_cast<int>(logits.width());
+  const int quads = (width / kQuad + kClusterBlocks - 1) / kClusterBlocks;
+  const int bytes = quads * static_cast<int>(sizeof(float4));
+  expect_success(
+      cudaFuncSetAttribute(cluster_kernel<Gradient>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+      "cross_entropy");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kClusterBlocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(logits.rows() * kClusterBlocks));
+  config.blockDim = dim3(kClusterThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
+  config.stream = stream_of(context.stream);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  expect_success(cudaLaunchKernelEx(
+                     &config, cluster_kernel<Gradient>, static_cast<const float*>(logits.as<float>()),
+                     static_cast<const std::int32_t*>(targets.as<std::int32_t>()),
+                     static_cast<const float*>(weights.as<float>()), token_loss.as<float>(),
+                     dlogits ? dlogits.as<Gradient>() : nullptr, width),
+                 "cross_entropy");
+}
+
 template <typename Gradient>
 void launch(const Context& context, const Tensor& logits, const Tensor& targets, const Tensor& weights,
             const Tensor& token_loss, const Tensor& dlogits) {
@@ -196,6 +365,9 @@ void CudaBackend::cross_entropy(const Context& context, const Tensor& logits, co
         "cross_entropy: a vocabulary of {} is larger than kernels count", width);
   if (context.workspace.is_measuring() || logits.count() == 0) return;
   for_storage("cross_entropy", dlogits ? dlogits.type : ElementType::kFp32, [&]<typename Gradient>() {
+    if (takes_cluster(logits, dlogits)) {
+      return launch_cluster<Gradient>(context, logits, targets, weights, token_loss, dlogits);
+    }
     launch<Gradient>(context, logits, targets, weights, token_loss, dlogits);
   });
 }

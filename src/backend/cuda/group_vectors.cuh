@@ -42,6 +42,58 @@ inline bool has_fused_path(std::string_view operation, ElementType type, const Q
   return has;
 }
 
+// --- whole groups of the default format ---
+//
+// Kernels have an instance of their own for nf4/32/two-level tensors whose groups are all whole and
+// aligned, which those of models are: no element is counted and nothing about the format is asked.
+
+/// Whether the instance is for `view`, which describes the packed operand.
+inline bool has_whole_nf4_groups(const QuantView& view) {
+  return view.path == Code::kNf4 && view.block == 32 && view.scale == ScaleType::kTwoLevel &&
+         view.aligned && view.segment_length % kSuperBlock == 0;
+}
+/// The view with what such an instance knows as constants, so that branches on it vanish.
+__device__ __forceinline__ QuantView with_known_layout(QuantView view) {
+  view.code = view.path = Code::kNf4;
+  view.block = 32, view.block_shift = 5;
+  view.scale = ScaleType::kTwoLevel;
+  view.rounding = Rounding::kNearest;
+  view.aligned = true;
+  return view;
+}
+
+/// A lane's share of such a group as it is stored; lane l holds the scale of block l. All lanes of the
+/// warp call the members together.
+struct WholeNf4Group {
+  std::uint32_t codes[kChunks];
+  float scale;
+
+  __device__ __forceinline__ void load(const Group& group) {
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(group.codes);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) codes[chunk] = words[chunk * kWarp + lane_index()];
+    scale =
+        two_level_scale(reinterpret_cast<const std::uint8_t*>(group.scales)[lane_index()], *group.super);
+  }
+  /// level: group_detail::level_of_lane<Code::kNf4>().
+  __device__ __forceinline__ void decode(int chunk, float level, float (&x)[kVector]) const {
+    constexpr int kBlocksPerChunk = kWarp * kVector / 32, kLanesPerBlock = 32 / kVector;
+    const float of_block =
+        __shfl_sync(kWholeWarp, scale, chunk * kBlocksPerChunk + lane_index() / kLanesPerBlock);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[i] = __shfl_sync(kWholeWarp, level, static_cast<int>(codes[chunk] >> (4 * i))) * of_block;
+    }
+  }
+};
+
+/// Whether all of the lane's vector `chunk` is part of the group. Asking vector_count(...) == kVector
+/// is not the same to ptxas 13.0 for sm_90: it takes the comparison from the predicate of the clamping
+/// instruction (VIMNMX.RELU), which also holds for a vector that begins where the group ends.
+__device__ __forceinline__ bool is_whole(const Group& group, int chunk) {
+  return group.count - kVector >= vector_begin(chunk);
+}
+
 /// Eight elements as they lie in memory.
 template <typename Storage>
 struct PackedVector;
@@ -132,7 +184,7 @@ __device__ __forceinline__ void load_packed_group(const Group& group, const Stor
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     const int count = vector_count(group, chunk);
     const Storage* const from = begin + vector_begin(chunk);
-    if (aligned && count == kVector) {
+    if (aligned && is_whole(group, chunk)) {
       load_packed(from, to[chunk]);
     } else {
       load_packed(from, count, to[chunk]);
@@ -146,7 +198,7 @@ __device__ __forceinline__ void load_part(const Group& group, const Storage* row
                                           int chunk, float (&to)[kVector]) {
   const int count = vector_count(group, chunk);
   const Storage* const from = row + group.column + vector_begin(chunk);
-  if (aligned && count == kVector) {
+  if (aligned && is_whole(group, chunk)) {
     load_vector(from, to);
   } else {
 #pragma unroll
@@ -158,7 +210,7 @@ __device__ __forceinline__ void store_packed_part(const Group& group, Storage* r
                                                   int chunk, const PackedVector<Storage>& from) {
   const int count = vector_count(group, chunk);
   Storage* const to = row + group.column + vector_begin(chunk);
-  if (aligned && count == kVector) {
+  if (aligned && is_whole(group, chunk)) {
     store_packed(from, to);
   } else {
     store_packed(from, count, to);
@@ -169,7 +221,7 @@ __device__ __forceinline__ void store_part(const Group& group, Storage* row, boo
                                            const float (&from)[kVector]) {
   const int count = vector_count(group, chunk);
   Storage* const to = row + group.column + vector_begin(chunk);
-  if (aligned && count == kVector) {
+  if (aligned && is_whole(group, chunk)) {
     store_vector(from, to);
   } else {
 #pragma unroll

@@ -41,6 +41,7 @@ struct NormRows {
   int warps;  // of a team
   int teams;  // of a block
   float epsilon;
+  float inverse_width;
   bool layer_norm;
 
   unsigned threads() const { return static_cast<unsigned>(warps * teams * kWarp); }
@@ -56,6 +57,7 @@ NormRows rows_of(NormKind kind, const QuantView& view, std::int64_t rows, double
           warps,
           std::max(1, kMaxGroups / warps),
           static_cast<float>(epsilon),
+          1.0f / static_cast<float>(view.row_length),
           kind == NormKind::kLayerNorm};
 }
 
@@ -70,15 +72,19 @@ __device__ __forceinline__ Place place_of_warp(const NormRows& shape) {
   return {team, warp - team * shape.warps};
 }
 
-/// A sum over the elements of a row in two steps with __syncthreads between them: each warp leaves its
-/// part in its slot, then every thread adds the slots of its team in order.
+/// A sum over the elements of a row in two steps with a barrier between them: each warp leaves its
+/// part in its slot, then every warp adds the slots of its team, all in the same order.
 __device__ __forceinline__ void leave(float value, float* slots) {
   const float total = warp_sum(value);
   if (threadIdx.x % kWarp == 0) slots[threadIdx.x / kWarp] = total;
 }
 __device__ __forceinline__ float collect(const NormRows& shape, const Place& place, const float* slots) {
-  float total = 0.0f;
-  for (int warp = 0; warp < shape.warps; ++warp) total += slots[place.team * shape.warps + warp];
+  const int warp = lane_index() % kMaxGroups;
+  float total = warp < shape.warps ? slots[place.team * shape.warps + warp] : 0.0f;
+#pragma unroll
+  for (int lanes = kMaxGroups / 2; lanes > 0; lanes /= 2) {
+    total += __shfl_xor_sync(kWholeWarp, total, lanes);
+  }
   return total;
 }
 
@@ -115,6 +121,26 @@ __device__ __forceinline__ void prefetch_group(const Group& group, const Storage
   }
 }
 
+/// Brings kBytes, a multiple of 16, nearer; one lane of the warp asks for all of them.
+template <int kBytes>
+__device__ __forceinline__ void prefetch_bytes(const void* begin) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (lane_index() == 0) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(begin)),
+                 "r"(kBytes));
+  }
+#else
+  constexpr int kLine = 128;
+  for (int line = lane_index(); line * kLine < kBytes; line += kWarp) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(begin) + line * kLine));
+  }
+#endif
+}
+template <typename Storage>
+__device__ __forceinline__ void prefetch_whole(const Storage* group) {
+  prefetch_bytes<static_cast<int>(kSuperBlock * sizeof(Storage))>(group);
+}
+
 enum class Input {
   kTensor,  // x, to which delta is added where it is given
   kSave,    // the same, and the sum is quantised
@@ -123,23 +149,33 @@ enum class Input {
 
 /// y = norm(input). delta and rstd may be null; weight is null for LayerNorm.
 /// code: the path of the packed tensor (group_codec.cuh); of no account for Input::kTensor.
-template <typename Storage, Input kInput, Code code>
-__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4      ? 2
-                                            : kInput == Input::kSaved ? 4
-                                                                      : 3)
-    forward_kernel(NormRows shape, QuantView view, Storage* x, const Storage* delta,
-                   const Storage* weight, Storage* y, float* rstd, bool aligned, RandomWords key,
+/// kWhole: has_whole_nf4_groups, everything is aligned, and a block is one team.
+template <typename Storage, Input kInput, Code code, bool kWhole>
+__global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                ? 2
+                                            : kWhole || kInput == Input::kSaved ? 4
+                                                                                : 3)
+    forward_kernel(NormRows shape, QuantView given_view, Storage* x, const Storage* delta,
+                   const Storage* weight, Storage* y, float* rstd, bool vectors, RandomWords key,
                    std::int64_t* counters) {
+  const QuantView view = kWhole ? with_known_layout(given_view) : given_view;
+  const bool aligned = kWhole || vectors;
   __shared__ float mean_slots[kMaxGroups], square_slots[kMaxGroups];
   const Place place = place_of_warp(shape);
   const std::int64_t row = std::int64_t{blockIdx.x} * shape.teams + place.team;
-  const bool active = row < shape.rows;
+  const bool active = kWhole || row < shape.rows;
   Group group = group_of(view, active ? row : shape.rows - 1, static_cast<std::uint32_t>(place.group));
-  if (!active) group.count = 0;
+  if constexpr (kWhole) group.count = kSuperBlock;
+  if (!kWhole && !active) group.count = 0;
   const std::int64_t offset = group.row * shape.width;
 
   GroupValues values;
-  if constexpr (kInput == Input::kSaved) {
+  if constexpr (kInput == Input::kSaved && kWhole) {
+    WholeNf4Group packed;
+    packed.load(group);
+    const float level = group_detail::level_of_lane<Code::kNf4>();
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) packed.decode(chunk, level, values[chunk]);
+  } else if constexpr (kInput == Input::kSaved) {
     decode_group<code>(view, group, values);
   } else {
     PackedGroup<Storage> packed;
@@ -164,16 +200,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4      ? 2
       for (int chunk = 0; chunk < kChunks; ++chunk) widen(packed[chunk], values[chunk]);
     }
   }
-  if constexpr (kInput == Input::kSave) {
-    LaneCounts counts;
-    if (active) encode_group<code>(view, group, values, key, counts);
-    counts.add_to(counters);
-  }
+  const auto encode = [&](const GroupValues& sums) {
+    if constexpr (kInput == Input::kSave) {
+      LaneCounts counts;
+      if (active) encode_group<code>(view, group, sums, key, counts);
+      counts.add_to(counters);
+    }
+  };
 
   if (shape.layer_norm) {
+    encode(values);  // before they are centred
     leave(sum_of(values), mean_slots);
     __syncthreads();
-    centre(group, collect(shape, place, mean_slots) / static_cast<float>(shape.width), values);
+    centre(group, collect(shape, place, mean_slots) * shape.inverse_width, values);
   }
   float squares = 0.0f;
 #pragma unroll
@@ -182,9 +221,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4      ? 2
     for (int i = 0; i < kVector; ++i) squares = fmaf(values[chunk][i], values[chunk][i], squares);
   }
   leave(squares, square_slots);
+  if (!shape.layer_norm) encode(values);  // while other warps arrive
   __syncthreads();
-  const float mean_square = collect(shape, place, square_slots) / static_cast<float>(shape.width);
-  const float r = 1.0f / sqrtf(mean_square + shape.epsilon);
+  const float mean_square = collect(shape, place, square_slots) * shape.inverse_width;
+  const float r = rsqrtf(mean_square + shape.epsilon);
   if (active && rstd != nullptr && place.group == 0 && threadIdx.x % kWarp == 0) rstd[row] = r;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -200,6 +240,29 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4      ? 2
   }
 }
 
+/// Adds up the teams' dw of a block, in order, through `columns` and writes the block's row of partials.
+__device__ __forceinline__ void write_partials(const NormRows& shape, const QuantView& view,
+                                               const GroupValues& dw,
+                                               float (&columns)[kMaxGroups][kSuperBlock],
+                                               float* partials) {
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    store_vector(dw[chunk], columns[threadIdx.x / kWarp] + vector_begin(chunk));
+  }
+  __syncthreads();
+  const int held = shape.warps * static_cast<int>(kSuperBlock);
+  for (int i = static_cast<int>(threadIdx.x); i < held; i += static_cast<int>(blockDim.x)) {
+    const int in_row = i / static_cast<int>(kSuperBlock), in_group = i % static_cast<int>(kSuperBlock);
+    const Group group = group_of(view, 0, static_cast<std::uint32_t>(in_row));
+    if (in_group >= group.count) continue;
+    float total = 0.0f;
+    for (int team = 0; team < shape.teams; ++team) {
+      total += columns[team * shape.warps + in_row][in_group];
+    }
+    partials[std::int64_t{blockIdx.x} * shape.width + group.column + in_group] = total;
+  }
+}
+
 /// dx of the rows of x, packed or not, and a row of partial sums of dw per block. rstd may be null;
 /// weight and partials are null for LayerNorm.
 template <typename Storage, Code code>
@@ -211,7 +274,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
   __shared__ float slots[2][4][kMaxGroups];
   __shared__ __align__(16) float columns[kMaxGroups][kSuperBlock];
   const Place place = place_of_warp(shape);
-  const float width = static_cast<float>(shape.width);
   float dw[kChunks][kVector] = {};
   int turn = 0;
   const std::int64_t step = std::int64_t{gridDim.x} * shape.teams;
@@ -231,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
     if (shape.layer_norm) {
       leave(sum_of(values), slots[turn][3]);
       __syncthreads();
-      centre(group, collect(shape, place, slots[turn][3]) / width, values);
+      centre(group, collect(shape, place, slots[turn][3]) * shape.inverse_width, values);
     }
     float squares = 0.0f, products = 0.0f, sum = 0.0f;  // of x, of g x, of g
 #pragma unroll
@@ -255,13 +317,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
     leave(products, slots[turn][1]);
     if (shape.layer_norm) leave(sum, slots[turn][2]);
     __syncthreads();
+    const float mean_square = collect(shape, place, slots[turn][0]) * shape.inverse_width;
     float r = 0.0f;
-    if (active) {
-      r = rstd != nullptr ? rstd[row]
-                          : 1.0f / sqrtf(collect(shape, place, slots[turn][0]) / width + shape.epsilon);
-    }
-    const float mean_product = r * collect(shape, place, slots[turn][1]) / width;
-    const float mean = shape.layer_norm ? collect(shape, place, slots[turn][2]) / width : 0.0f;
+    if (active) r = rstd != nullptr ? rstd[row] : rsqrtf(mean_square + shape.epsilon);
+    const float mean_product = r * (collect(shape, place, slots[turn][1]) * shape.inverse_width);
+    const float mean =
+        shape.layer_norm ? collect(shape, place, slots[turn][2]) * shape.inverse_width : 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float g[kVector], out[kVector];
@@ -285,24 +346,81 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
       store_part(group, dx + offset, aligned, chunk, out);
     }
   }
-  if (partials == nullptr) return;
+  if (partials != nullptr) write_partials(shape, view, dw, columns, partials);
+}
 
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    store_vector(dw[chunk], columns[threadIdx.x / kWarp] + vector_begin(chunk));
-  }
-  __syncthreads();
-  const int held = shape.warps * static_cast<int>(kSuperBlock);
-  for (int i = static_cast<int>(threadIdx.x); i < held; i += static_cast<int>(blockDim.x)) {
-    const int in_row = i / static_cast<int>(kSuperBlock), in_group = i % static_cast<int>(kSuperBlock);
-    const Group group = group_of(view, 0, static_cast<std::uint32_t>(in_row));
-    if (in_group >= group.count) continue;
-    float total = 0.0f;
-    for (int team = 0; team < shape.teams; ++team) {
-      total += columns[team * shape.warps + in_row][in_group];
+/// The same for RMSNorm where has_whole_nf4_groups, everything is aligned and a block has at most two
+/// teams, which then do not wait for each other. A row is decoded twice, which takes fewer registers
+/// than keeping it, and what the next row needs is on its way to the L2 cache meanwhile.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
+    whole_backward_kernel(NormRows shape, QuantView given_view, const Storage* dy, const Storage* weight,
+                          const float* rstd, Storage* dx, float* partials) {
+  const QuantView view = with_known_layout(given_view);
+  __shared__ float slots[2][2][kMaxGroups];  // as in backward_kernel
+  __shared__ __align__(16) float columns[kMaxGroups][kSuperBlock];
+  const Place place = place_of_warp(shape);
+  const float level = group_detail::level_of_lane<Code::kNf4>();
+  float dw[kChunks][kVector] = {};
+  const std::int64_t step = std::int64_t{gridDim.x} * shape.teams;
+  int turn = 0;
+  for (std::int64_t row = std::int64_t{blockIdx.x} * shape.teams + place.team; row < shape.rows;
+       row += step, turn ^= 1) {
+    Group group = group_of(view, row, static_cast<std::uint32_t>(place.group));
+    group.count = kSuperBlock;
+    const std::int64_t offset = row * shape.width;
+    PackedGroup<Storage> dy_packed;
+    WholeNf4Group x_packed;
+    load_packed_group(group, dy + offset, true, dy_packed);
+    x_packed.load(group);
+    prefetch_whole(dx + offset + group.column);  // wanted after the sums
+    if (row + step < shape.rows) {
+      const std::int64_t next = offset + step * shape.width + group.column;
+      prefetch_whole(dy + next);
+      prefetch_whole(dx + next);
+      prefetch_bytes<static_cast<int>(kSuperBlock) / 2>(group.codes + step * view.row.codes);
     }
-    partials[std::int64_t{blockIdx.x} * shape.width + group.column + in_group] = total;
+    float squares = 0.0f, products = 0.0f;  // of x, of g x
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float x[kVector], g[kVector], w[kVector];
+      widen(dy_packed[chunk], g);
+      load_part(group, weight, true, chunk, w);
+      x_packed.decode(chunk, level, x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        squares = fmaf(x[i], x[i], squares);
+        products = fmaf(g[i] * w[i], x[i], products);
+      }
+    }
+    leave(squares, slots[turn][0]);
+    leave(products, slots[turn][1]);
+    // Hardware barriers of each team's own.
+    if (place.team == 0) {
+      asm volatile("bar.sync 1, %0;" ::"r"(shape.warps * kWarp) : "memory");
+    } else {
+      asm volatile("bar.sync 2, %0;" ::"r"(shape.warps * kWarp) : "memory");
+    }
+    const float mean_square = collect(shape, place, slots[turn][0]) * shape.inverse_width;
+    const float r = rstd != nullptr ? rstd[row] : rsqrtf(mean_square + shape.epsilon);
+    const float mean_product = r * (collect(shape, place, slots[turn][1]) * shape.inverse_width);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float x[kVector], g[kVector], w[kVector], out[kVector];
+      widen(dy_packed[chunk], g);
+      load_part(group, dx + offset, true, chunk, out);
+      load_part(group, weight, true, chunk, w);
+      x_packed.decode(chunk, level, x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float normalised = x[i] * r;
+        dw[chunk][i] = fmaf(g[i], normalised, dw[chunk][i]);
+        out[i] = fmaf(r, fmaf(-normalised, mean_product, g[i] * w[i]), out[i]);
+      }
+      store_part(group, dx + offset, true, chunk, out);
+    }
   }
+  write_partials(shape, view, dw, columns, partials);
 }
 
 /// dweight += the sum of the partial rows. A block takes 32 columns; warp w adds rows w, w + 16, ...,
@@ -434,12 +552,20 @@ template <typename Storage, Input kInput, Code code>
 void launch_forward(const Context& context, const NormRows& shape, const QuantView& view,
                     const Tensor& x, const Tensor& delta, const Tensor& weight, const Tensor& y,
                     const Tensor& rstd, const RandomKey& key, const Tensor& counters) {
-  forward_kernel<Storage, kInput, code>
-      <<<static_cast<unsigned>(shape.sets()), shape.threads(), 0, stream_of(context.stream)>>>(
-          shape, view, data_of<Storage>(x), data_of<Storage>(delta), data_of<Storage>(weight),
-          y.as<Storage>(), data_of<float>(rstd),
-          all_aligned<Storage>(view.segment_length, {&x, &delta, &weight, &y}), mixed_key(key),
-          data_of<std::int64_t>(counters));
+  const bool aligned = all_aligned<Storage>(view.segment_length, {&x, &delta, &weight, &y});
+  const auto launch = [&](auto kernel, const NormRows& rows) {
+    kernel<<<static_cast<unsigned>(rows.sets()), rows.threads(), 0, stream_of(context.stream)>>>(
+        rows, view, data_of<Storage>(x), data_of<Storage>(delta), data_of<Storage>(weight),
+        y.as<Storage>(), data_of<float>(rstd), aligned, mixed_key(key), data_of<std::int64_t>(counters));
+  };
+  if constexpr (kInput != Input::kTensor && code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
+    if (aligned && has_whole_nf4_groups(view)) {
+      NormRows one_team = shape;
+      one_team.teams = 1;
+      return launch(forward_kernel<Storage, kInput, code, true>, one_team);
+    }
+  }
+  launch(forward_kernel<Storage, kInput, code, false>, shape);
 }
 
 unsigned backward_blocks(std::int64_t sets) {
@@ -470,10 +596,18 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
   const unsigned blocks = backward_blocks(shape.sets());
   for_storage("norm_backward", dy.type, [&]<typename Storage>() {
     for_fused_path<Storage>(view, [&]<Code code>() {
+      const bool aligned = all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx});
+      if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
+        if (aligned && has_whole_nf4_groups(view) && !shape.layer_norm && shape.teams <= 2) {
+          whole_backward_kernel<Storage><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
+              shape, view, dy.as<Storage>(), weight.as<Storage>(), data_of<float>(rstd),
+              dx.as<Storage>(), partials.as<float>());
+          return;
+        }
+      }
       backward_kernel<Storage, code><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
           shape, view, dy.as<Storage>(), data_of<Storage>(weight), data_of<float>(rstd),
-          dx.as<Storage>(), all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx}),
-          data_of<float>(partials));
+          dx.as<Storage>(), aligned, data_of<float>(partials));
     });
   });
   sum_partials(context, partials, blocks, dweight);

@@ -22,7 +22,7 @@ namespace agoq::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kBlocksPerMultiprocessor = 12;  // four rounds of three
 
 __device__ __forceinline__ float sigmoid(float x) {
   constexpr float kLog2E = 1.44269504f;
@@ -53,12 +53,16 @@ __device__ __forceinline__ void for_each_pair(const QuantView& view, const Pairs
 }
 
 /// hidden from gate_up, which is quantised into the view when kSave.
-template <typename Storage, bool kSave, Code code>
-__global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
-    forward_kernel(QuantView view, Pairs pairs, const Storage* gate_up, Storage* hidden, RandomWords key,
-                   std::int64_t* counters) {
+/// kWhole: has_whole_nf4_groups and everything is aligned.
+template <typename Storage, bool kSave, Code code, bool kWhole>
+__global__ void __launch_bounds__(kThreads, kSave && !kWhole ? 2 : 3)
+    forward_kernel(QuantView given_view, Pairs pairs, const Storage* gate_up, Storage* hidden,
+                   RandomWords key, std::int64_t* counters) {
+  const QuantView view = kWhole ? with_known_layout(given_view) : given_view;
+  if constexpr (kWhole) pairs.aligned = true;
   LaneCounts counts;
-  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
+  for_each_pair(view, pairs, [&](Group gate, Group up) {
+    if constexpr (kWhole) gate.count = up.count = kSuperBlock;
     const Storage* const row = gate_up + gate.row * 2 * pairs.width;
     PackedGroup<Storage> g_packed, u_packed;
     load_packed_group(gate, row, pairs.aligned, g_packed);
@@ -73,22 +77,38 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
       store_part(gate, hidden + gate.row * pairs.width, pairs.aligned, chunk, g);
     }
     if constexpr (kSave) {
-      // One copy of the encoder's code for both.
+      // One copy of the encoder's code for both. Whole groups are read again, out of the L1 cache: the
+      // registers that would keep them are worth more as warps.
       Group group = gate;
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         GroupValues values;
+        if constexpr (kWhole) load_packed_group(group, row, true, g_packed);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           widen(g_packed[chunk], values[chunk]);
-          g_packed[chunk] = u_packed[chunk];
+          if constexpr (!kWhole) g_packed[chunk] = u_packed[chunk];
         }
         encode_group<code>(view, group, values, key, counts);
         group = up;
+        if constexpr (kWhole) group.count = kSuperBlock;
       }
     }
   });
   if constexpr (kSave) counts.add_to(counters);
+}
+
+/// hidden, dg and du of one vector: g becomes du, u becomes dg.
+__device__ __forceinline__ void differentiate(const float (&dhidden)[kVector], float (&g)[kVector],
+                                              float (&u)[kVector], float (&hidden)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float s = sigmoid(g[i]);
+    const float activated = g[i] * s;
+    hidden[i] = activated * u[i];
+    u[i] = dhidden[i] * u[i] * s * fmaf(g[i], 1.0f - s, 1.0f);
+    g[i] = dhidden[i] * activated;
+  }
 }
 
 /// dgate_up, and hidden unless it is null, from a gate_up that is packed or not.
@@ -107,19 +127,42 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float d[kVector], out[kVector];
       widen(dhidden_packed[chunk], d);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float s = sigmoid(g[chunk][i]);
-        const float activated = g[chunk][i] * s;
-        out[i] = activated * u[chunk][i];
-        u[chunk][i] = d[i] * u[chunk][i] * s * fmaf(g[chunk][i], 1.0f - s, 1.0f);  // dg
-        g[chunk][i] = d[i] * activated;                                            // du
-      }
+      differentiate(d, g[chunk], u[chunk], out);
       if (hidden != nullptr) {
         store_part(gate, hidden + gate.row * pairs.width, pairs.aligned, chunk, out);
       }
       store_part(gate, row, pairs.aligned, chunk, u[chunk]);
       store_part(up, row, pairs.aligned, chunk, g[chunk]);
+    }
+  });
+}
+
+/// The same where has_whole_nf4_groups and everything is aligned: decoded vector by vector, in few
+/// registers.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, 3)
+    whole_backward_kernel(QuantView given_view, Pairs pairs, const Storage* dhidden, Storage* dgate_up,
+                          Storage* hidden) {
+  const QuantView view = with_known_layout(given_view);
+  const float level = group_detail::level_of_lane<Code::kNf4>();
+  for_each_pair(view, pairs, [&](Group gate, Group up) {
+    gate.count = up.count = kSuperBlock;
+    PackedGroup<Storage> dhidden_packed;
+    load_packed_group(gate, dhidden + gate.row * pairs.width, true, dhidden_packed);
+    WholeNf4Group g_packed, u_packed;
+    g_packed.load(gate);
+    u_packed.load(up);
+    Storage* const row = dgate_up + gate.row * 2 * pairs.width;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float d[kVector], g[kVector], u[kVector], out[kVector];
+      widen(dhidden_packed[chunk], d);
+      g_packed.decode(chunk, level, g);
+      u_packed.decode(chunk, level, u);
+      differentiate(d, g, u, out);
+      if (hidden != nullptr) store_part(gate, hidden + gate.row * pairs.width, true, chunk, out);
+      store_part(gate, row, true, chunk, u);
+      store_part(up, row, true, chunk, g);
     }
   });
 }
@@ -167,9 +210,16 @@ void launch_forward(std::string_view operation, const Context& context, const Te
           counters ? counters.as<std::int64_t>() : nullptr);
     };
     if (saved) {
-      for_fused_path<Storage>(view, [&]<Code code>() { launch(forward_kernel<Storage, true, code>); });
+      for_fused_path<Storage>(view, [&]<Code code>() {
+        if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
+          if (pairs.aligned && has_whole_nf4_groups(view)) {
+            return launch(forward_kernel<Storage, true, code, true>);
+          }
+        }
+        launch(forward_kernel<Storage, true, code, false>);
+      });
     } else {
-      launch(forward_kernel<Storage, false, kAnyCode>);
+      launch(forward_kernel<Storage, false, kAnyCode, false>);
     }
   });
   expect_launched(operation);
@@ -182,10 +232,16 @@ void launch_backward(std::string_view operation, const Context& context, const T
     const Pairs pairs = pairs_of(view, dhidden,
                                  aligned<Storage>(view, dhidden) && aligned<Storage>(view, dgate_up) &&
                                      aligned<Storage>(view, hidden));
-    for_fused_path<Storage>(view, [&]<Code code>() {
-      backward_kernel<Storage, code><<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+    const auto launch = [&](auto kernel) {
+      kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
           view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
           hidden ? hidden.as<Storage>() : nullptr);
+    };
+    for_fused_path<Storage>(view, [&]<Code code>() {
+      if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
+        if (pairs.aligned && has_whole_nf4_groups(view)) return launch(whole_backward_kernel<Storage>);
+      }
+      launch(backward_kernel<Storage, code>);
     });
   });
   expect_launched(operation);
