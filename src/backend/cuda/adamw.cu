@@ -6,8 +6,9 @@
 //
 // A warp owns one chunk of 256 elements of a group (group_codec.cuh), a lane eight of them: of the
 // gradient, both moments and the weight at once. That is one block of moments in dynamic8/256/fp32, the
-// format of 8-bit moments, so a block is quantised as soon as it is updated. Any other combination of
-// formats goes group by group through local memory.
+// format of 8-bit moments, so a block is quantised as soon as it is updated. Where segments are whole
+// blocks and the formats are those of training, planes are walked without groups. Any other combination
+// of formats goes group by group through local memory.
 //
 // The operations, their order and their rounding are the CPU's (no contraction, IEEE division and
 // square root): every byte that is written is the CPU backend's.
@@ -268,6 +269,187 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 }
 
+// --- flat: blocks of 256 whose planes have no gaps ---
+//
+// The formats that training uses (gradient e4m3 with FP32 scales, moments of 8 bits) over segments of
+// whole blocks: block b of every plane starts at 256 b, so nothing is computed per group, and both maps
+// are read from shared memory.
+
+// The number of a dynamic level (quant/codec.h) by one lookup. With values = 2^d per decade, and f the
+// index p over values,
+//   f = a slope_d / values + 8/9, clamped to [1, 2)      p = floor(values f)
+// is the mantissa of f shifted, and rounds as nearest() does: a power of two scales every step exactly.
+// Zero and the level 1 are decades of slope 0, whose f is 1. A binade of `a` holds at most one start of
+// a decade, so the table has one entry per exponent: the start, and both slopes.
+struct alignas(16) Binade {
+  float start;              // of the upper of its two decades; above the binade where it has one
+  float slope, next_slope;  // below the start, and from it on
+  int shift;                // 23 - log2(values) below the start; one less from it on
+};
+constexpr int kBinades = 128;  // y <= 1, or hardly above
+
+template <bool is_signed>
+constexpr float start_of(int decade) {  // -1: zero; 7: the level 1
+  using Map = codec_detail::DynamicMap<is_signed>;
+  if (decade < 0) return 0.0f;
+  return decade == 0 ? Map::kZeroEnd : Map::decade_start(decade);
+}
+template <bool is_signed>
+constexpr float slope_of(int decade) {
+  using Map = codec_detail::DynamicMap<is_signed>;
+  if (decade < 0 || decade > 6) return 0.0f;
+  const auto values = static_cast<double>(Map::values(decade));
+  return static_cast<float>(values * codec_detail::power_of_ten(7 - decade) / 9) /
+         static_cast<float>(values);
+}
+template <bool is_signed>
+struct Binades {
+  Binade of_exponent[kBinades];
+};
+template <bool is_signed>
+constexpr Binades<is_signed> make_binades() {
+  Binades<is_signed> binades{};
+  for (int exponent = 0; exponent < kBinades; ++exponent) {
+    const float first = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
+    const float last = std::bit_cast<float>((static_cast<std::uint32_t>(exponent) << 23) + 0x7FFFFFu);
+    int decade = -1;
+    while (decade < 7 && start_of<is_signed>(decade + 1) <= first) ++decade;
+    const bool splits = decade < 7 && start_of<is_signed>(decade + 1) <= last;
+    binades.of_exponent[exponent] = {
+        splits ? start_of<is_signed>(decade + 1) : 4.0f, slope_of<is_signed>(decade),
+        splits ? slope_of<is_signed>(decade + 1) : 0.0f, (is_signed ? 23 : 22) - decade};
+  }
+  return binades;
+}
+
+/// The number p of the level nearest to a, 0 <= a < 2.
+__host__ __device__ __forceinline__ std::uint32_t nearest_level(const Binade* binades, float a) {
+  const Binade binade = binades[std::bit_cast<std::uint32_t>(a) >> 23];
+  const bool upper = a >= binade.start;
+  const float f = a * (upper ? binade.next_slope : binade.slope) + 8.0f / 9.0f;
+  const float clamped = fminf(fmaxf(f, 1.0f), 0x1.fffffep0f);
+  const std::uint32_t mantissa = (std::bit_cast<std::uint32_t>(clamped) & 0x7FFFFFu) | 0x800000u;
+  return mantissa >> (binade.shift - (upper ? 1 : 0));
+}
+
+struct Maps {
+  Binade first[kBinades], second[kBinades];
+  float first_level[256], second_level[256];
+};
+
+__device__ __forceinline__ void fill_maps(Maps& maps) {
+  static constexpr Binades<true> kFirst = make_binades<true>();
+  static constexpr Binades<false> kSecond = make_binades<false>();
+  for (int i = static_cast<int>(threadIdx.x); i < kBinades; i += kThreads) {
+    maps.first[i] = kFirst.of_exponent[i];
+    maps.second[i] = kSecond.of_exponent[i];
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
+    maps.first_level[i] = decode<Code::kDynamic8>(static_cast<std::uint32_t>(i));
+    maps.second_level[i] = decode<Code::kDynamic8Unsigned>(static_cast<std::uint32_t>(i));
+  }
+}
+
+__device__ __forceinline__ void decode_by(const float (&level)[256], uint2 codes, float scale,
+                                          float (&x)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const std::uint32_t code = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4)) & 0xFFu;
+    x[i] = level[code] * scale;
+  }
+}
+
+/// The codes of x and the scale of its block, which the whole warp holds. The largest magnitude of the
+/// block is `absmax`, and finite.
+template <Code code>
+__device__ __forceinline__ uint2 encode_by(const Binade* binades, const float (&x)[kVector],
+                                           float absmax, float& scale) {
+  constexpr bool kSigned = code == Code::kDynamic8;
+  scale = stored_scale_fp32(absmax, 1.0f);
+  if (scale == 0.0f) {
+    const group_detail::VectorCodes zero = group_detail::zero_codes<code>();
+    return make_uint2(zero.low, zero.high);
+  }
+  const float reciprocal = 1.0f / scale;
+  std::uint32_t codes[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float y = x[i] * reciprocal;
+    const std::uint32_t p = nearest_level(binades, fabsf(y));
+    if constexpr (kSigned) {
+      const int number = static_cast<int>(p);
+      codes[i] = static_cast<std::uint32_t>(max(127 + (y < 0.0f ? -number : number), 0));
+    } else {
+      codes[i] = p - 1u;
+    }
+  }
+  return make_uint2(group_detail::pack_bytes(codes[0], codes[1], codes[2], codes[3]),
+                    group_detail::pack_bytes(codes[4], codes[5], codes[6], codes[7]));
+}
+
+template <typename Held>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    adamw_flat_kernel(const __grid_constant__ Operands operands, std::int64_t blocks) {
+  __shared__ Maps maps;
+  fill_maps(maps);
+  __syncthreads();
+  const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
+  const auto* const gradient_scales = reinterpret_cast<const float*>(operands.gradient.scales);
+  auto* const firsts = reinterpret_cast<uint2*>(operands.first.codes);
+  auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
+  auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
+  auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
+  for (std::int64_t block = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; block < blocks;
+       block += std::int64_t{gridDim.x} * kWarps) {
+    const std::int64_t vector = block * kWarp + lane_index();
+    const std::int64_t element = vector * kVector;
+    const uint2 gradient = gradients[vector], first = firsts[vector], second = seconds[vector];
+    float p[kVector];
+    Held::load(operands, element, true, kVector, p);
+    const float gradient_scale = gradient_scales[element >> operands.gradient.block_shift];
+    const float first_scale = first_scales[block], second_scale = second_scales[block];
+
+    float g[kVector], m[kVector], v[kVector];
+    group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
+    decode_by(maps.first_level, first, first_scale, m);
+    decode_by(maps.second_level, second, second_scale, v);
+    float largest_first = 0.0f, largest_second = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      update(operands.scalars, g[i] * gradient_scale, m[i], v[i], p[i]);
+      largest_first = group_detail::max_or_nan(largest_first, fabsf(m[i]));
+      largest_second = group_detail::max_or_nan(largest_second, v[i]);
+    }
+    Held::store(operands, element, true, kVector, p);
+    // Numbers that are not negative are ordered like their bits, and NaN is above them.
+    const float first_absmax =
+        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
+    const float second_absmax =
+        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_second)));
+    if (!(first_absmax <= FLT_MAX) || !(second_absmax <= FLT_MAX)) {  // the whole warp
+      const auto encode_not_finite = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
+        Group group{};  // the block alone
+        group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + block * kSuperBlock / kChunks;
+        group.scales = view.scales + block * std::int64_t{sizeof(float)};
+        group.count = static_cast<int>(kSuperBlock) / kChunks;
+        encode_chunk_of_256<code>(view, group, 0, x);
+      };
+      encode_not_finite.template operator()<Code::kDynamic8>(operands.first, m);
+      lift_underflow(v, kWarp);
+      encode_not_finite.template operator()<Code::kDynamic8Unsigned>(operands.second, v);
+      continue;
+    }
+    const float least = second_absmax * kSmallestUnsignedLevel;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v[i] = v[i] > 0.0f ? fmaxf(v[i], least) : v[i];
+    float scale;
+    firsts[vector] = encode_by<Code::kDynamic8>(maps.first, m, first_absmax, scale);
+    if (lane_index() == 0) first_scales[block] = scale;
+    seconds[vector] = encode_by<Code::kDynamic8Unsigned>(maps.second, v, second_absmax, scale);
+    if (lane_index() == 0) second_scales[block] = scale;
+  }
+}
+
 // --- group by group, any format ---
 
 __global__ void __launch_bounds__(kThreads) adamw_any_kernel(const __grid_constant__ Operands operands) {
@@ -303,6 +485,19 @@ __global__ void __launch_bounds__(kThreads) adamw_any_kernel(const __grid_consta
     group_detail::encode_rarely_used(operands.first, first, &m[0][0], operands.first_key, counts);
     group_detail::encode_rarely_used(operands.second, second, &v[0][0], operands.second_key, counts);
   }
+}
+
+/// What adamw_flat_kernel can do.
+bool is_flat(const Operands& operands) {
+  const QuantView& gradient = operands.gradient;
+  const auto is_block_of_256 = [](const QuantView& view, Code code) {
+    return view.code == code && view.block == 256 && view.scale == ScaleType::kFp32 &&
+           view.rounding == Rounding::kNearest && view.aligned;
+  };
+  return operands.aligned && gradient.path == Code::kE4m3 && gradient.scale == ScaleType::kFp32 &&
+         gradient.aligned && gradient.segment_length % 256 == 0 &&
+         is_block_of_256(operands.first, Code::kDynamic8) &&
+         is_block_of_256(operands.second, Code::kDynamic8Unsigned);
 }
 
 bool is_moment_of(const QuantView& view, Code code) {
@@ -380,7 +575,13 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
                           mixed_key(second_key)};
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t groups = operands.gradient.groups;
-  if (goes_by_chunk(operands)) {
+  if (is_flat(operands)) {
+    const std::int64_t moment_blocks = tensors.weight.count() / 256;
+    const unsigned blocks = grid_blocks((moment_blocks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+    for_held(operands, [&]<typename Held>() {
+      adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, moment_blocks);
+    });
+  } else if (goes_by_chunk(operands)) {
     const unsigned blocks =
         grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
     for_held(operands,

@@ -191,9 +191,16 @@ __device__ __forceinline__ int vector_begin(int chunk) {
   return (chunk * kWarp + static_cast<int>(threadIdx.x % kWarp)) * kVector;
 }
 /// Elements of the group in the lane's vector `chunk`: 8, fewer at the end, 0 behind it.
+///
+/// The clamp to [0, 8] is kept from the optimiser: of both bounds ptxas 13.0 makes one VIMNMX.RELU and
+/// takes `count == 8` from its predicate, which holds for what lies below 0 too, so that lanes behind
+/// the end would load and store whole vectors.
 __device__ __forceinline__ int vector_count(const Group& group, int chunk) {
-  const int left = group.count - vector_begin(chunk);
-  return left < 0 ? 0 : left < kVector ? left : kVector;
+  const int begin = vector_begin(chunk);
+  const int left = group.count - begin;
+  int count = left < kVector ? left : kVector;
+  asm("" : "+r"(count));
+  return group.count > begin ? count : 0;
 }
 
 /// The lane's elements of row `row` of a tensor whose rows are cut like the group's; zero behind its
@@ -1072,6 +1079,50 @@ __device__ __forceinline__ void encode_chunk_of_256(const QuantView& view, const
   VectorCodes codes = encode_vector<code>(y, midpoint_of_lane<code>());
   if (scale == 0.0f) codes = zero_codes<code>();
   store_codes<code>(view, group, begin, count, codes);
+}
+
+/// x += the elements of a vector in E4M3 under an FP32 scale.
+__device__ __forceinline__ void add_e4m3_vector(uint2 codes, float scale, float (&x)[kVector]) {
+  if (scale == 0.0f) codes = make_uint2(0, 0);
+  float level[kVector];
+  group_detail::decode_vector<Code::kE4m3>({codes.x, codes.y}, 0.0f, level);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] = level[i] * scale + x[i];
+}
+
+/// The E4M3 codes of x and the FP32 scale of its block, which lies in `lanes` neighbouring lanes, a
+/// power of two; nearest rounding. NaN in x becomes zero. All lanes of the warp take part.
+__device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lanes, float& scale,
+                                                    LaneCounts& counts) {
+  constexpr float maximum = code_maximum(Code::kE4m3);
+  float largest = fabsf(x[0]);
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) largest = group_detail::max_or_nan(largest, fabsf(x[i]));
+  if (!__all_sync(kWholeWarp, largest <= FLT_MAX)) {
+    largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const bool finite = fabsf(x[i]) <= FLT_MAX;
+      counts.non_finite += finite ? 0 : 1;
+      largest = finite ? fmaxf(largest, fabsf(x[i])) : largest;
+      x[i] = x[i] == x[i] ? x[i] : 0.0f;
+    }
+  }
+  for (int lane = 1; lane < lanes; lane *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
+  }
+  scale = stored_scale_fp32(largest / maximum, maximum);
+  const float reciprocal = 1.0f / scale;
+  float y[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) y[i] = x[i] * reciprocal;
+  // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
+  group_detail::VectorCodes codes = group_detail::encode_vector<Code::kE4m3>(y, 0.0f);
+  if (scale == 0.0f) {
+    codes = {};
+    counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
+  }
+  return make_uint2(codes.low, codes.high);
 }
 
 }  // namespace agoq::cuda

@@ -72,6 +72,100 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDy
   counts.add_to(counters);
 }
 
+// --- flat: segments of whole chunks of 256, whose planes have no gaps ---
+//
+// What training uses most, without the arithmetic of groups: element i of the tensor is element i of the
+// code plane, and a lane's eight elements lie in one block. A warp takes kFlatChunks chunks at a time,
+// and has all their loads in flight before it decodes one.
+
+constexpr int kFlatChunk = kWarp * kVector;
+constexpr int kFlatChunks = 2;
+constexpr int kFlatResidentBlocks = 4;  // 64 registers
+
+bool is_flat(const QuantView& view, bool aligned) {
+  return aligned && view.aligned && view.segment_length % kFlatChunk == 0;
+}
+unsigned flat_blocks_for(std::int64_t chunks) {
+  constexpr std::int64_t kPerBlock = kThreads / kWarp * kFlatChunks;
+  return grid_blocks((chunks + kPerBlock - 1) / kPerBlock, 4 * kFlatResidentBlocks);
+}
+
+/// accumulate into e4m3 with FP32 scales. lanes: of a block.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
+    flat_accumulate_kernel(const Storage* addend, uint2* codes, float* scales, int block_shift,
+                           std::int64_t chunks, std::int64_t* counters) {
+  const int lanes = (1 << block_shift) / kVector;
+  const bool leads_block = (lane_index() & (lanes - 1)) == 0;
+  LaneCounts counts;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
+  for (std::int64_t first =
+           (std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
+       first < chunks; first += step) {
+    float x[kFlatChunks][kVector];
+    uint2 loaded[kFlatChunks];
+    float scale[kFlatChunks];
+#pragma unroll
+    for (int k = 0; k < kFlatChunks; ++k) {
+      const std::int64_t vector = (first + k) * kWarp + lane_index();
+      if (first + k < chunks) {
+        load_vector(addend + vector * kVector, x[k]);
+        loaded[k] = codes[vector];
+        scale[k] = scales[vector * kVector >> block_shift];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kFlatChunks; ++k) {
+      if (first + k >= chunks) continue;  // the whole warp
+      const std::int64_t vector = (first + k) * kWarp + lane_index();
+      add_e4m3_vector(loaded[k], scale[k], x[k]);
+      codes[vector] = encode_e4m3_vector(x[k], lanes, scale[k], counts);
+      if (leads_block) scales[vector * kVector >> block_shift] = scale[k];
+    }
+  }
+  counts.add_to(counters);
+}
+
+/// dequantize nf4 with two-level scales.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
+    flat_dequantize_kernel(const std::uint32_t* codes, const std::uint8_t* scales, const Bf16* super,
+                           int block_shift, std::uint32_t chunks_per_segment,
+                           std::uint32_t groups_per_segment, std::int64_t chunks, Storage* destination) {
+  const float level = group_detail::level_of_lane<Code::kNf4>();
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
+  for (std::int64_t first =
+           (std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
+       first < chunks; first += step) {
+    std::uint32_t loaded[kFlatChunks];
+    float scale[kFlatChunks];
+#pragma unroll
+    for (int k = 0; k < kFlatChunks; ++k) {
+      const std::int64_t vector = (first + k) * kWarp + lane_index();
+      if (first + k < chunks) {
+        const auto chunk = static_cast<std::uint32_t>(first + k);
+        const std::uint32_t segment = chunk / chunks_per_segment;
+        const std::uint32_t in_segment = chunk - segment * chunks_per_segment;
+        loaded[k] = codes[vector];
+        scale[k] =
+            two_level_scale(scales[vector * kVector >> block_shift],
+                            super[std::int64_t{segment} * groups_per_segment + in_segment / kChunks]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kFlatChunks; ++k) {
+      if (first + k >= chunks) continue;  // the whole warp
+      group_detail::VectorCodes vector_codes{loaded[k], 0};
+      if (scale[k] == 0.0f) vector_codes = group_detail::zero_codes<Code::kNf4>();
+      float x[kVector];
+      group_detail::decode_vector<Code::kNf4>(vector_codes, level, x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[i] *= scale[k];
+      store_vector(x, destination + ((first + k) * kWarp + lane_index()) * kVector);
+    }
+  }
+}
+
 // The path that all formats share, for quantize and accumulate and for either element type: it is large,
 // and compiled once.
 struct SharedSource {
@@ -173,6 +267,17 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   if (context.workspace.is_measuring() || destination.count() == 0) return;
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
+    const std::int64_t chunks = destination.count() / kFlatChunk;
+    if (view.path == Code::kNf4 && view.scale == ScaleType::kTwoLevel &&
+        chunks < std::int64_t{1} << 32 &&
+        is_flat(view, vector_aligned<Storage>(destination.data, view.segment_length))) {
+      flat_dequantize_kernel<<<flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)>>>(
+          reinterpret_cast<const std::uint32_t*>(view.codes),
+          reinterpret_cast<const std::uint8_t*>(view.scales), reinterpret_cast<const Bf16*>(view.super),
+          view.block_shift, static_cast<std::uint32_t>(view.segment_length / kFlatChunk),
+          view.groups_per_segment, chunks, destination.as<Storage>());
+      return;
+    }
     for_activation_path<Storage>(
         view,
         [&]<Code code>() {
@@ -197,6 +302,14 @@ void CudaBackend::accumulate(const Context& context, const Tensor& addend, const
   if (context.workspace.is_measuring() || addend.count() == 0) return;
   const QuantView view = view_of(main);
   for_storage("accumulate", addend.type, [&]<typename Storage>() {
+    if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 &&
+        is_flat(view, vector_aligned<Storage>(addend.data, view.segment_length))) {
+      const std::int64_t chunks = addend.count() / kFlatChunk;
+      flat_accumulate_kernel<<<flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)>>>(
+          addend.as<Storage>(), reinterpret_cast<uint2*>(view.codes),
+          reinterpret_cast<float*>(view.scales), view.block_shift, chunks, counters_of(counters));
+      return;
+    }
     for_gradient_path(
         view,
         [&]<Code code>() {
