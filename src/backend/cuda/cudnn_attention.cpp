@@ -21,7 +21,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -42,12 +41,7 @@ std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 std::size_t offsets_bytes(std::int64_t batch) {
   const auto documents = static_cast<std::size_t>(batch);
   return round_up(documents * sizeof(std::int32_t)) +
-         4 * round_up((documents + 1) * sizeof(std::int64_t));
-}
-
-/// Bytes of dq, dk and dv of a ragged batch before they are interleaved.
-std::size_t gradients_bytes(const AttentionShape& shape, std::int64_t tokens) {
-  return static_cast<std::size_t>(tokens * shape.qkv_width()) * sizeof(std::uint16_t) + 3 * 256;
+         3 * round_up((documents + 1) * sizeof(std::int64_t));
 }
 
 void warn(std::string_view text) {
@@ -61,13 +55,12 @@ std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int6
   // For the offsets of ragged batches and cuDNN's small change.
   std::size_t bytes = 4 * kMebibyte;
   if (!backward) return bytes;
-  // FP32 sums of dq, and of dk and dv per query head where heads share them; the row sums of the
-  // softmax's gradient; the gradients of a ragged batch.
-  const auto per_token = static_cast<std::size_t>(shape.output_width()) * sizeof(float);
-  const std::size_t sums = shape.heads == shape.kv_heads ? 1 : 3;
-  const std::size_t statistics = 2 * sizeof(float) * static_cast<std::size_t>(shape.heads);
-  bytes += static_cast<std::size_t>(tokens) * (sums * per_token + statistics);
-  return bytes + gradients_bytes(shape, tokens);
+  // What cuDNN 9.19 asks for on Hopper: FP32 sums of dq; dk and dv in BF16 per query head where heads
+  // share them; the row sums of the softmax's gradient.
+  const auto width = static_cast<std::size_t>(shape.output_width());
+  const std::size_t shared = shape.heads == shape.kv_heads ? 0 : 2 * sizeof(std::uint16_t);
+  const std::size_t row_sums = sizeof(float) * static_cast<std::size_t>(shape.heads);
+  return bytes + static_cast<std::size_t>(tokens) * (width * (sizeof(float) + shared) + row_sums);
 }
 
 #ifndef AGOQ_HAS_CUDNN
@@ -115,7 +108,6 @@ enum Uid : std::int64_t {
   kLengths,
   kQkvOffsets,
   kOutOffsets,
-  kKvOffsets,
   kStatsOffsets
 };
 
@@ -149,9 +141,6 @@ class GraphMaker {
     lengths_ = plain(kLengths, "lengths", key.batch, fe::DataType_t::INT32);
     qkv_offsets_ = plain(kQkvOffsets, "qkv_offsets", key.batch + 1, fe::DataType_t::INT64);
     out_offsets_ = plain(kOutOffsets, "out_offsets", key.batch + 1, fe::DataType_t::INT64);
-    if (key.backward) {
-      kv_offsets_ = plain(kKvOffsets, "kv_offsets", key.batch + 1, fe::DataType_t::INT64);
-    }
     stats_offsets_ = plain(kStatsOffsets, "stats_offsets", key.batch + 1, fe::DataType_t::INT64);
   }
 
@@ -222,10 +211,6 @@ class GraphMaker {
   void add_backward() {
     fe::graph::SDPA_backward_attributes attributes;
     set_masks(attributes);
-    // Without it the FP32 sums have batch * longest rows instead of one per token.
-    if (key_.ragged()) {
-      attributes.set_max_total_seq_len_q(key_.tokens).set_max_total_seq_len_kv(key_.tokens);
-    }
     Tensor_attributes statistics;
     statistics.set_name("stats");
     place_statistics(statistics);
@@ -235,9 +220,7 @@ class GraphMaker {
                               output_like(kDO, "do"), graph_->tensor(statistics), attributes);
     const auto gradient = [&](Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads) {
       tensor.set_output(true);
-      const std::int64_t per_token = key_.ragged() ? heads * key_.head_size : shape_.qkv_width();
-      place(tensor, uid, heads, key_.head_size, per_token, fe::DataType_t::BFLOAT16,
-            uid == kDQ ? out_offsets_ : kv_offsets_);
+      place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16, nullptr);
     };
     gradient(*dq, kDQ, key_.heads);
     gradient(*dk, kDK, key_.kv_heads);
@@ -247,7 +230,7 @@ class GraphMaker {
   GraphKey key_;
   AttentionShape shape_;
   std::shared_ptr<fe::graph::Graph> graph_;
-  TensorHandle lengths_, qkv_offsets_, out_offsets_, kv_offsets_, stats_offsets_;
+  TensorHandle lengths_, qkv_offsets_, out_offsets_, stats_offsets_;
 };
 
 /// cuDNN lists every engine that it tried.
@@ -323,9 +306,6 @@ struct CudnnAttention::State {
       }
       std::size_t needed = round_up(built.workspace);
       if (key.ragged()) needed += offsets_bytes(key.batch);
-      if (key.ragged() && key.backward) {
-        needed += gradients_bytes({key.heads, key.kv_heads, key.head_size}, key.tokens);
-      }
       if (built.failure.empty() && needed > planned) {
         built.failure = fmt::format("it asks for {} MiB of workspace and {} are planned",
                                     needed / kMebibyte, planned / kMebibyte);
@@ -363,66 +343,31 @@ struct CudnnAttention::State {
     offsets.lengths = reinterpret_cast<std::int32_t*>(pieces.cut(batch * sizeof(std::int32_t)));
     offsets.qkv = cut_offsets();
     offsets.out = cut_offsets();
-    offsets.kv = cut_offsets();
     offsets.statistics = cut_offsets();
     make_ragged_offsets(documents.starts.as<std::int32_t>(), documents.count, key.batch,
-                        shape.qkv_width(), shape.output_width(),
-                        std::int64_t{shape.kv_heads} * shape.head_size, shape.heads, offsets, stream);
+                        shape.qkv_width(), shape.output_width(), shape.heads, offsets, stream);
     pointers[kLengths] = offsets.lengths;
     pointers[kQkvOffsets] = offsets.qkv;
     pointers[kOutOffsets] = offsets.out;
-    if (key.backward) pointers[kKvOffsets] = offsets.kv;
     pointers[kStatsOffsets] = offsets.statistics;
   }
-
-  /// Gradients of a ragged batch: from tensors of their own to their places in dqkv.
-  struct Interleaving {
-    std::size_t bytes[3];  // of a token, of dq, dk and dv
-    std::byte* from[3];
-    void* to[3];
-
-    Interleaving(const AttentionShape& shape, std::int64_t tokens, Pieces& pieces, Pointers& pointers) {
-      constexpr std::int64_t kUids[3] = {kDQ, kDK, kDV};
-      for (int i = 0; i < 3; ++i) {
-        const int heads = i == 0 ? shape.heads : shape.kv_heads;
-        bytes[i] = static_cast<std::size_t>(heads) * static_cast<std::size_t>(shape.head_size) *
-                   sizeof(std::uint16_t);
-        from[i] = pieces.cut(static_cast<std::size_t>(tokens) * bytes[i]);
-        to[i] = pointers.at(kUids[i]);
-        pointers[kUids[i]] = from[i];
-      }
-    }
-    void run(std::int64_t tokens, cudaStream_t stream) const {
-      const std::size_t pitch = bytes[0] + bytes[1] + bytes[2];
-      for (int i = 0; i < 3; ++i) {
-        expect_success(
-            cudaMemcpy2DAsync(to[i], pitch, from[i], bytes[i], bytes[i],
-                              static_cast<std::size_t>(tokens), cudaMemcpyDeviceToDevice, stream),
-            "attention_backward");
-      }
-    }
-  };
 
   bool run(const Context& context, const AttentionShape& shape, const Documents& documents,
            std::int64_t tokens, bool backward, std::byte* workspace, Pointers pointers) {
     const GraphKey key = key_of(shape, documents, tokens, backward);
+    if (backward && key.ragged()) return false;  // cudnn_attention.h says why
     const Graph* const found = graph(key, planned_bytes(shape, tokens, backward));
     if (found == nullptr) return false;
     const cudaStream_t stream = stream_of(context.stream);
     Pieces pieces{workspace};
     pieces.cut(found->workspace);
-    std::optional<Interleaving> interleaving;
-    if (key.ragged()) {
-      add_offsets(key, shape, documents, pieces, stream, pointers);
-      if (backward) interleaving.emplace(shape, tokens, pieces, pointers);
-    }
+    if (key.ragged()) add_offsets(key, shape, documents, pieces, stream, pointers);
     const std::string_view operation = backward ? "attention_backward" : "attention_forward";
     check(fe::detail::set_stream(handle, stream) == CUDNN_STATUS_SUCCESS,
           "{}: cuDNN does not take the stream", operation);
     fe::error_t status = found->graph->execute(handle, pointers, workspace);
     check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
           status.get_message());
-    if (interleaving) interleaving->run(tokens, stream);
     return true;
   }
 };

@@ -13,6 +13,7 @@
 // Libraries::deterministic the first candidate is taken, which depends on the product alone.
 // Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every product, in plans too.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -200,23 +201,33 @@ class Kept {
   std::vector<std::byte> memory_;
 };
 
-/// Milliseconds of a run, or infinity for a candidate that does not run after all.
-float time_of(Libraries& libraries, const ProductKey& key, Product& product,
-              const cublasLtMatmulAlgo_t& algorithm, const Operands& operands) {
+/// Index of the fastest candidate. Each runs once to load its kernel; then they take turns: the clock
+/// falls within the first milliseconds of full power, so a candidate timed to the end before the next
+/// would win by its place.
+int fastest(Libraries& libraries, const ProductKey& key, Product& product,
+            const std::array<cublasLtMatmulHeuristicResult_t, kCandidates>& candidates, int found,
+            const Operands& operands) {
   const auto [start, end] = libraries.events;
-  // The first run loads the kernel.
-  if (run(libraries.cublas(), key, product, algorithm, operands) != CUBLAS_STATUS_SUCCESS) {
-    return std::numeric_limits<float>::infinity();
+  std::array<float, kCandidates> milliseconds{};  // infinity: does not run after all
+  for (int round = 0; round <= kTimedRuns; ++round) {
+    for (int i = 0; i < found; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      if (std::isinf(milliseconds[at])) continue;
+      cuda::expect_success(cudaEventRecord(start, operands.stream), "matmul");
+      if (run(libraries.cublas(), key, product, candidates[at].algo, operands) !=
+          CUBLAS_STATUS_SUCCESS) {
+        milliseconds[at] = std::numeric_limits<float>::infinity();
+        continue;
+      }
+      cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
+      cuda::expect_success(cudaEventSynchronize(end), "matmul");
+      float elapsed = 0;
+      cuda::expect_success(cudaEventElapsedTime(&elapsed, start, end), "matmul");
+      if (round > 0) milliseconds[at] += elapsed;
+    }
   }
-  cuda::expect_success(cudaEventRecord(start, operands.stream), "matmul");
-  for (int i = 0; i < kTimedRuns; ++i) {
-    expect_success(run(libraries.cublas(), key, product, algorithm, operands), "matmul");
-  }
-  cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
-  cuda::expect_success(cudaEventSynchronize(end), "matmul");
-  float milliseconds = 0;
-  cuda::expect_success(cudaEventElapsedTime(&milliseconds, start, end), "matmul");
-  return milliseconds;
+  return static_cast<int>(std::min_element(milliseconds.begin(), milliseconds.begin() + found) -
+                          milliseconds.begin());
 }
 
 /// Whether the stream is being captured into a graph: nothing may wait then.
@@ -239,12 +250,8 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   const bool timed = !libraries.deterministic && found > 1 && !is_capturing(operands.stream);
   if (timed) {
     const Kept kept(key, operands);
-    float best = std::numeric_limits<float>::infinity();
-    for (int i = 0; i < found; ++i) {
-      const cublasLtMatmulAlgo_t& algorithm = candidates[static_cast<std::size_t>(i)].algo;
-      const float time = time_of(libraries, key, product, algorithm, operands);
-      if (time < best) best = time, product.algorithm = algorithm;
-    }
+    const int best = fastest(libraries, key, product, candidates, found, operands);
+    product.algorithm = candidates[static_cast<std::size_t>(best)].algo;
     kept.restore();
   }
   // What was not timed for want of a moment to wait is timed when it is seen again.
