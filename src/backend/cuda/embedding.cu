@@ -2,18 +2,18 @@
 //
 //   dtable[t] += sum of dout[n] over the positions n with tokens[n] = t
 //
-// Backward sorts the positions by token, stably, by least significant digits of eight bits; then the
+// Backward sorts the positions by token, stably, by least significant digits of nine bits; then the
 // positions of a token are neighbours and in order. A pass over N positions in tiles of kTile:
 //   count     a warp counts the digits of its tile
-//   scan      one block turns counts [256, tiles] into where each tile's first of each digit goes
+//   scan      one block turns counts [512, tiles] into where each tile's first of each digit goes
 //   place     a warp goes through its tile in order, 32 positions at a time; positions of one digit
 //             take their places in lane order
 // Then one block of threads owns one group (up to 1,024 columns) of one token's row. Each of its four
 // warps adds one chunk of 256 columns over the token's positions, in order; the first warp takes the
-// sums together through shared memory and requantises the group once. Rows of tokens that are absent
-// are not touched.
+// sums together through shared memory and requantises the group once. Where blocks do not reach across
+// chunks a warp owns a chunk, and needs no other. Rows of tokens that are absent are not touched.
 //
-// Workspace: 4 N int32 and 256 tiles int32.
+// Workspace: 4 N int32 and 512 tiles int32.
 // Invariant: sums and bytes are the CPU's. Atomics add integers only, whose order does not matter.
 //
 // A token outside the table cannot be reported from a kernel without waiting for it: forward fills its
@@ -27,10 +27,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kDigitBits = 8;
+constexpr int kDigitBits = 9;  // two digits for vocabularies of up to 2^18
 constexpr int kDigits = 1 << kDigitBits;
-constexpr int kTile = 512;     // positions of one warp
-constexpr int kTileWarps = 4;  // per block
+constexpr int kTile = 256;     // positions of one warp
+constexpr int kTileWarps = 2;  // per block
 constexpr int kScanThreads = 1024;
 constexpr int kRowThreads = kWarp * kChunks;
 constexpr int kRowsInFlight = 4;  // loads of a long sum do not wait for one another
@@ -90,27 +90,39 @@ __global__ void __launch_bounds__(kTileWarps* kWarp)
   }
 }
 
-/// counts[i] = sum of counts[0, i).  One block; a thread owns a run of neighbouring counts.
+/// counts[i] = sum of counts[0, i).  One block; a warp owns a run of neighbouring counts, and takes four
+/// per lane at a time. `count` is a multiple of four.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(std::uint32_t* counts, int count) {
-  __shared__ std::uint32_t of_warps[kScanThreads / kWarp];
-  const int run = (count + kScanThreads - 1) / kScanThreads;
-  const int begin = min(count, static_cast<int>(threadIdx.x) * run), end = min(count, begin + run);
+  constexpr int kScanWarps = kScanThreads / kWarp, kStep = 4 * kWarp;
+  __shared__ std::uint32_t of_warps[kScanWarps];
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const int run = (count + kScanWarps * kStep - 1) / (kScanWarps * kStep) * kStep;
+  const int begin = min(count, warp * run), end = min(count, begin + run);
   std::uint32_t own = 0;
-  for (int i = begin; i < end; ++i) own += counts[i];
-  std::uint32_t up_to = own;  // over the warp's lanes up to this one
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const std::uint32_t below = __shfl_up_sync(kWholeWarp, up_to, step);
-    if (lane_index() >= step) up_to += below;
+#pragma unroll 8
+  for (int i = begin + 4 * lane_index(); i < end; i += kStep) {
+    const uint4 here = *reinterpret_cast<const uint4*>(counts + i);
+    own += here.x + here.y + here.z + here.w;
   }
-  if (lane_index() == kWarp - 1) of_warps[threadIdx.x / kWarp] = up_to;
+  own = __reduce_add_sync(kWholeWarp, own);
+  if (lane_index() == 0) of_warps[warp] = own;
   __syncthreads();
-  std::uint32_t before = up_to - own;
-  for (unsigned warp = 0; warp < threadIdx.x / kWarp; ++warp) before += of_warps[warp];
-  for (int i = begin; i < end; ++i) {
-    const std::uint32_t here = counts[i];
-    counts[i] = before;
-    before += here;
+  std::uint32_t before = 0;
+  for (int other = 0; other < warp; ++other) before += of_warps[other];
+#pragma unroll 2
+  for (int first = begin; first < end; first += kStep) {
+    const int i = first + 4 * lane_index();
+    uint4 here = i < end ? *reinterpret_cast<const uint4*>(counts + i) : make_uint4(0, 0, 0, 0);
+    const std::uint32_t sum = here.x + here.y + here.z + here.w;
+    std::uint32_t up_to = sum;  // over the warp's lanes up to this one
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const std::uint32_t below = __shfl_up_sync(kWholeWarp, up_to, step);
+      if (lane_index() >= step) up_to += below;
+    }
+    const std::uint32_t x = before + up_to - sum, y = x + here.x, z = y + here.y, w = z + here.z;
+    if (i < end) *reinterpret_cast<uint4*>(counts + i) = make_uint4(x, y, z, w);
+    before += __shfl_sync(kWholeWarp, up_to, kWarp - 1);
   }
 }
 
@@ -218,7 +230,59 @@ __global__ void __launch_bounds__(kRowThreads)
   counts.add_to(counters);
 }
 
-/// Eight-bit digits of ids 0..last.
+/// The same for E4M3 with FP32 scales in segments of whole chunks of 256: blocks do not reach across
+/// chunks, so that a warp owns one chunk of a token's row.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads)
+    flat_backward_kernel(const std::int32_t* tokens, const std::int32_t* positions, int count,
+                         const Storage* dout, int chunks_per_row, std::uint8_t* codes, float* scales,
+                         int block_shift, std::int32_t vocabulary, std::int64_t* counters) {
+  const std::int64_t index = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+  const auto first = static_cast<int>(index / chunks_per_row);
+  if (first >= count) return;  // whole warps, from here on
+  const std::int32_t token = tokens[first];
+  const std::int32_t token_before = first > 0 ? tokens[first - 1] : -1;
+  const std::int32_t token_behind = first + 1 < count ? tokens[first + 1] : -1;
+  const std::int32_t position = positions[first];
+  if (token_before == token || token >= vocabulary) return;
+  const auto chunk = static_cast<int>(index - std::int64_t{first} * chunks_per_row);
+  const std::int64_t width = std::int64_t{chunks_per_row} * (kWarp * kVector);
+  const std::int64_t column = (chunk * kWarp + lane_index()) * kVector;
+  const std::int64_t element = token * width + column;
+  uint2* const own_codes = reinterpret_cast<uint2*>(codes + element);
+  float* const own_scale = scales + (element >> block_shift);
+  const uint2 old_codes = *own_codes;
+  float scale = *own_scale;
+
+  const Storage* const from = dout + column;
+  float sum[kVector], x[kRowsInFlight][kVector];
+  load_vector(from + position * width, x[0]);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) sum[i] = 0.0f + x[0][i];
+  if (token_behind == token) {
+    const int end = end_of_run(tokens, first, count);
+    for (int k = first + 1; k < end; k += kRowsInFlight) {
+#pragma unroll
+      for (int row = 0; row < kRowsInFlight; ++row) {
+        if (k + row < end) load_vector(from + positions[k + row] * width, x[row]);
+      }
+#pragma unroll
+      for (int row = 0; row < kRowsInFlight; ++row) {
+        if (k + row >= end) break;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[i] += x[row][i];
+      }
+    }
+  }
+  LaneCounts counts;
+  const int lanes = (1 << block_shift) / kVector;
+  add_e4m3_vector(old_codes, scale, sum);
+  *own_codes = encode_e4m3_vector(sum, lanes, scale, counts);
+  if ((lane_index() & (lanes - 1)) == 0) *own_scale = scale;
+  counts.add_to(counters);
+}
+
+/// Digits of ids 0..last.
 int digits_of(std::int32_t last) {
   int digits = 1;
   while (digits < 4 && last >> (kDigitBits * digits) > 0) ++digits;
@@ -303,6 +367,17 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
   check(blocks < std::int64_t{1} << 31, "embedding_backward: {} tokens of width {} are too many",
         positions, dtable.width());
   for_storage("embedding_backward", dout.type, [&]<typename Storage>() {
+    constexpr int kChunk = kWarp * kVector;
+    if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
+        view.segment_length % kChunk == 0 && vector_aligned<Storage>(dout.data, view.segment_length)) {
+      const auto chunks = static_cast<int>(view.row_length / kChunk);
+      flat_backward_kernel<<<static_cast<unsigned>((positions * chunks + kWarps - 1) / kWarps), kThreads,
+                             0, stream>>>(from_tokens, from_positions, count, dout.as<Storage>(), chunks,
+                                          reinterpret_cast<std::uint8_t*>(view.codes),
+                                          reinterpret_cast<float*>(view.scales), view.block_shift,
+                                          vocabulary, counters ? counters.as<std::int64_t>() : nullptr);
+      return;
+    }
     const auto run = [&]<Code code>() {
       backward_kernel<code><<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(
           from_tokens, from_positions, count, dout.as<Storage>(),
