@@ -165,13 +165,14 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
 }
 
 __global__ void ragged_offsets_kernel(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
-                                      std::int64_t qkv_width, std::int64_t out_width, std::int64_t heads,
-                                      RaggedOffsets offsets) {
+                                      std::int64_t qkv_width, std::int64_t out_width,
+                                      std::int64_t kv_width, std::int64_t heads, RaggedOffsets offsets) {
   const std::int64_t d = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (d > batch) return;
   const std::int64_t start = starts[d < count ? d : count];
   offsets.qkv[d] = start * qkv_width;
   offsets.out[d] = start * out_width;
+  offsets.kv[d] = start * kv_width;
   offsets.statistics[d] = start * heads;
   if (d < batch) offsets.lengths[d] = d < count ? starts[d + 1] - static_cast<std::int32_t>(start) : 0;
 }
@@ -246,11 +247,11 @@ bool asks_cudnn(Libraries& libraries, ElementType type) {
 }  // namespace attention
 
 void make_ragged_offsets(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
-                         std::int64_t qkv_width, std::int64_t out_width, std::int64_t heads,
-                         const RaggedOffsets& offsets, cudaStream_t stream) {
+                         std::int64_t qkv_width, std::int64_t out_width, std::int64_t kv_width,
+                         std::int64_t heads, const RaggedOffsets& offsets, cudaStream_t stream) {
   constexpr int kThreads = 128;
   attention::ragged_offsets_kernel<<<static_cast<unsigned>(batch / kThreads + 1), kThreads, 0, stream>>>(
-      starts, count, batch, qkv_width, out_width, heads, offsets);
+      starts, count, batch, qkv_width, out_width, kv_width, heads, offsets);
   expect_launched("attention");
 }
 

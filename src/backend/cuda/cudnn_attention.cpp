@@ -41,7 +41,40 @@ std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 std::size_t offsets_bytes(std::int64_t batch) {
   const auto documents = static_cast<std::size_t>(batch);
   return round_up(documents * sizeof(std::int32_t)) +
-         3 * round_up((documents + 1) * sizeof(std::int64_t));
+         4 * round_up((documents + 1) * sizeof(std::int64_t));
+}
+
+/// Bytes per token of what cuDNN 9.19 keeps on Hopper during a backward pass: FP32 sums of dq; dk and dv
+/// per query head where heads share them, of `shared` bytes; the row sums of the softmax's gradient.
+std::size_t sums_bytes(int row_sums, int heads, const AttentionShape& shape, std::size_t shared) {
+  const auto width = static_cast<std::size_t>(heads * shape.head_size);
+  const std::size_t per_head = shape.heads == shape.kv_heads ? 0 : 2 * shared;
+  return width * (sizeof(float) + per_head) + static_cast<std::size_t>(row_sums) * sizeof(float);
+}
+
+std::size_t dense_bytes(const AttentionShape& shape, std::int64_t tokens) {
+  return static_cast<std::size_t>(tokens) *
+         sums_bytes(shape.heads, shape.heads, shape, sizeof(std::uint16_t));
+}
+
+std::int64_t whole_tiles(std::int64_t tokens) { return (tokens + 127) / 128 * 128; }
+
+/// Sums, for which the frontend takes FP32, and q, k, v, dq, dk and dv of one part of the heads.
+std::size_t ragged_bytes(const AttentionShape& shape, std::int64_t tokens, int parts) {
+  const auto copies = static_cast<std::size_t>(2 * shape.qkv_width() / parts) * sizeof(std::uint16_t);
+  return static_cast<std::size_t>(whole_tiles(tokens)) *
+             (copies + sums_bytes(shape.heads, shape.heads / parts, shape, sizeof(float))) +
+         6 * 256;
+}
+
+/// The fewest parts that take no more memory than a dense batch; else one key/value head each.
+int parts_of(const AttentionShape& shape) {
+  for (int parts = 1; parts < shape.kv_heads; ++parts) {
+    if (shape.kv_heads % parts == 0 && ragged_bytes(shape, 1024, parts) <= dense_bytes(shape, 1024)) {
+      return parts;
+    }
+  }
+  return shape.kv_heads;
 }
 
 void warn(std::string_view text) {
@@ -55,12 +88,7 @@ std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int6
   // For the offsets of ragged batches and cuDNN's small change.
   std::size_t bytes = 4 * kMebibyte;
   if (!backward) return bytes;
-  // What cuDNN 9.19 asks for on Hopper: FP32 sums of dq; dk and dv in BF16 per query head where heads
-  // share them; the row sums of the softmax's gradient.
-  const auto width = static_cast<std::size_t>(shape.output_width());
-  const std::size_t shared = shape.heads == shape.kv_heads ? 0 : 2 * sizeof(std::uint16_t);
-  const std::size_t row_sums = sizeof(float) * static_cast<std::size_t>(shape.heads);
-  return bytes + static_cast<std::size_t>(tokens) * (width * (sizeof(float) + shared) + row_sums);
+  return bytes + std::max(dense_bytes(shape, tokens), ragged_bytes(shape, tokens, parts_of(shape)));
 }
 
 #ifndef AGOQ_HAS_CUDNN
@@ -108,14 +136,16 @@ enum Uid : std::int64_t {
   kLengths,
   kQkvOffsets,
   kOutOffsets,
+  kKvOffsets,
   kStatsOffsets
 };
 
 struct GraphKey {
-  int heads, kv_heads, head_size;
+  int heads, kv_heads, head_size;  // of a part
   std::int64_t batch, longest;
   std::int64_t tokens;  // 0 for dense graphs: batch * longest
   bool backward;
+  int parts = 1;  // the heads of memory are so many times those of the graph
   auto operator<=>(const GraphKey&) const = default;
   bool ragged() const { return tokens != 0; }
 };
@@ -131,7 +161,7 @@ class GraphMaker {
  public:
   GraphMaker(const GraphKey& key, int capability)
       : key_(key),
-        shape_{key.heads, key.kv_heads, key.head_size},
+        shape_{key.heads * key.parts, key.kv_heads * key.parts, key.head_size},
         graph_(std::make_shared<fe::graph::Graph>()) {
     graph_->set_io_data_type(fe::DataType_t::BFLOAT16)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
@@ -141,6 +171,9 @@ class GraphMaker {
     lengths_ = plain(kLengths, "lengths", key.batch, fe::DataType_t::INT32);
     qkv_offsets_ = plain(kQkvOffsets, "qkv_offsets", key.batch + 1, fe::DataType_t::INT64);
     out_offsets_ = plain(kOutOffsets, "out_offsets", key.batch + 1, fe::DataType_t::INT64);
+    if (key.backward) {
+      kv_offsets_ = plain(kKvOffsets, "kv_offsets", key.batch + 1, fe::DataType_t::INT64);
+    }
     stats_offsets_ = plain(kStatsOffsets, "stats_offsets", key.batch + 1, fe::DataType_t::INT64);
   }
 
@@ -167,11 +200,18 @@ class GraphMaker {
         .set_data_type(type);
     if (key_.ragged()) tensor.set_ragged_offset(offsets);
   }
+  /// Queries, keys or values, or their gradients: interleaved, but in tensors of their own where a
+  /// ragged batch goes backward.
+  void place_section(Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads) const {
+    const bool apart = key_.ragged() && key_.backward;
+    const bool query = uid == kQ || uid == kDQ;
+    place(tensor, uid, heads, key_.head_size, apart ? heads * key_.head_size : shape_.qkv_width(),
+          fe::DataType_t::BFLOAT16, query || !apart ? qkv_offsets_ : kv_offsets_);
+  }
   TensorHandle heads_of_qkv(std::int64_t uid, const char* name, std::int64_t heads) const {
     Tensor_attributes tensor;
     tensor.set_name(name);
-    place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16,
-          qkv_offsets_);
+    place_section(tensor, uid, heads);
     return graph_->tensor(tensor);
   }
   TensorHandle output_like(std::int64_t uid, const char* name) const {
@@ -182,7 +222,7 @@ class GraphMaker {
     return graph_->tensor(tensor);
   }
   void place_statistics(Tensor_attributes& tensor) const {
-    place(tensor, kStats, key_.heads, 1, key_.heads, fe::DataType_t::FLOAT, stats_offsets_);
+    place(tensor, kStats, key_.heads, 1, shape_.heads, fe::DataType_t::FLOAT, stats_offsets_);
   }
 
   template <typename Attributes>
@@ -211,6 +251,12 @@ class GraphMaker {
   void add_backward() {
     fe::graph::SDPA_backward_attributes attributes;
     set_masks(attributes);
+    // Without it the sums have batch * longest rows instead of one per token. The frontend puts cuDNN's
+    // own workspace behind them: whole tiles keep that aligned.
+    if (key_.ragged()) {
+      const std::int64_t rows = whole_tiles(key_.tokens);
+      attributes.set_max_total_seq_len_q(rows).set_max_total_seq_len_kv(rows);
+    }
     Tensor_attributes statistics;
     statistics.set_name("stats");
     place_statistics(statistics);
@@ -220,7 +266,7 @@ class GraphMaker {
                               output_like(kDO, "do"), graph_->tensor(statistics), attributes);
     const auto gradient = [&](Tensor_attributes& tensor, std::int64_t uid, std::int64_t heads) {
       tensor.set_output(true);
-      place(tensor, uid, heads, key_.head_size, shape_.qkv_width(), fe::DataType_t::BFLOAT16, nullptr);
+      place_section(tensor, uid, heads);
     };
     gradient(*dq, kDQ, key_.heads);
     gradient(*dk, kDK, key_.kv_heads);
@@ -230,7 +276,7 @@ class GraphMaker {
   GraphKey key_;
   AttentionShape shape_;
   std::shared_ptr<fe::graph::Graph> graph_;
-  TensorHandle lengths_, qkv_offsets_, out_offsets_, stats_offsets_;
+  TensorHandle lengths_, qkv_offsets_, out_offsets_, kv_offsets_, stats_offsets_;
 };
 
 /// cuDNN lists every engine that it tried.
@@ -264,6 +310,11 @@ GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::in
   key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
   key.longest = std::min(documents.longest, tokens);
   key.tokens = tokens;
+  if (backward) {
+    key.parts = parts_of(shape);
+    key.heads /= key.parts;
+    key.kv_heads /= key.parts;
+  }
   return key;
 }
 
@@ -290,6 +341,48 @@ struct CudnnAttention::State {
     return true;
   }
 
+  /// Cuts memory into pieces at multiples of 256 bytes.
+  struct Pieces {
+    std::byte* memory;
+    std::byte* cut(std::size_t bytes) {
+      std::byte* const piece = memory;
+      memory += round_up(bytes);
+      return piece;
+    }
+  };
+  using Pointers = std::unordered_map<std::int64_t, void*>;
+
+  /// The sections of qkv and dqkv of one part of the heads, in memory of their own.
+  struct Apart {
+    static constexpr std::int64_t kUids[6] = {kQ, kK, kV, kDQ, kDK, kDV};
+    std::size_t row[6];  // bytes of a token
+    std::byte* memory[6];
+
+    static std::size_t bytes(const AttentionShape& part, std::int64_t tokens) {
+      return static_cast<std::size_t>(2 * tokens * part.qkv_width()) * sizeof(std::uint16_t) + 6 * 256;
+    }
+    Apart(const GraphKey& key, Pieces& pieces) {
+      for (int i = 0; i < 6; ++i) {
+        const int heads = i % 3 == 0 ? key.heads : key.kv_heads;
+        row[i] = static_cast<std::size_t>(heads * key.head_size) * sizeof(std::uint16_t);
+        memory[i] = pieces.cut(static_cast<std::size_t>(key.tokens) * row[i]);
+      }
+    }
+    /// Sections first to first + 2 of `part`, whose rows are `pitch` bytes apart in the whole.
+    void copy(int first, bool in, const Pointers& whole, int part, std::size_t pitch,
+              std::int64_t tokens, cudaStream_t stream) const {
+      for (int i = first; i < first + 3; ++i) {
+        std::byte* const there =
+            static_cast<std::byte*>(whole.at(kUids[i])) + static_cast<std::size_t>(part) * row[i];
+        expect_success(
+            cudaMemcpy2DAsync(in ? memory[i] : there, in ? row[i] : pitch, in ? there : memory[i],
+                              in ? pitch : row[i], row[i], static_cast<std::size_t>(tokens),
+                              cudaMemcpyDeviceToDevice, stream),
+            "attention_backward");
+      }
+    }
+  };
+
   /// Null when cuDNN does not serve it within `planned` bytes; says so once per graph.
   const Graph* graph(const GraphKey& key, std::size_t planned) {
     if (!look()) return nullptr;
@@ -306,6 +399,9 @@ struct CudnnAttention::State {
       }
       std::size_t needed = round_up(built.workspace);
       if (key.ragged()) needed += offsets_bytes(key.batch);
+      if (key.ragged() && key.backward) {
+        needed += Apart::bytes({key.heads, key.kv_heads, key.head_size}, key.tokens);
+      }
       if (built.failure.empty() && needed > planned) {
         built.failure = fmt::format("it asks for {} MiB of workspace and {} are planned",
                                     needed / kMebibyte, planned / kMebibyte);
@@ -322,17 +418,6 @@ struct CudnnAttention::State {
     return known->second.graph == nullptr ? nullptr : &known->second;
   }
 
-  /// Cuts memory into pieces at multiples of 256 bytes.
-  struct Pieces {
-    std::byte* memory;
-    std::byte* cut(std::size_t bytes) {
-      std::byte* const piece = memory;
-      memory += round_up(bytes);
-      return piece;
-    }
-  };
-  using Pointers = std::unordered_map<std::int64_t, void*>;
-
   static void add_offsets(const GraphKey& key, const AttentionShape& shape, const Documents& documents,
                           Pieces& pieces, cudaStream_t stream, Pointers& pointers) {
     const auto batch = static_cast<std::size_t>(key.batch);
@@ -343,19 +428,22 @@ struct CudnnAttention::State {
     offsets.lengths = reinterpret_cast<std::int32_t*>(pieces.cut(batch * sizeof(std::int32_t)));
     offsets.qkv = cut_offsets();
     offsets.out = cut_offsets();
+    offsets.kv = cut_offsets();
     offsets.statistics = cut_offsets();
     make_ragged_offsets(documents.starts.as<std::int32_t>(), documents.count, key.batch,
-                        shape.qkv_width(), shape.output_width(), shape.heads, offsets, stream);
+                        key.backward ? key.heads * key.head_size : shape.qkv_width(),
+                        shape.output_width(), std::int64_t{key.kv_heads} * key.head_size, shape.heads,
+                        offsets, stream);
     pointers[kLengths] = offsets.lengths;
     pointers[kQkvOffsets] = offsets.qkv;
     pointers[kOutOffsets] = offsets.out;
+    if (key.backward) pointers[kKvOffsets] = offsets.kv;
     pointers[kStatsOffsets] = offsets.statistics;
   }
 
   bool run(const Context& context, const AttentionShape& shape, const Documents& documents,
            std::int64_t tokens, bool backward, std::byte* workspace, Pointers pointers) {
     const GraphKey key = key_of(shape, documents, tokens, backward);
-    if (backward && key.ragged()) return false;  // cudnn_attention.h says why
     const Graph* const found = graph(key, planned_bytes(shape, tokens, backward));
     if (found == nullptr) return false;
     const cudaStream_t stream = stream_of(context.stream);
@@ -365,9 +453,28 @@ struct CudnnAttention::State {
     const std::string_view operation = backward ? "attention_backward" : "attention_forward";
     check(fe::detail::set_stream(handle, stream) == CUDNN_STATUS_SUCCESS,
           "{}: cuDNN does not take the stream", operation);
-    fe::error_t status = found->graph->execute(handle, pointers, workspace);
-    check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
-          status.get_message());
+    const auto execute = [&](Pointers& of) {
+      fe::error_t status = found->graph->execute(handle, of, workspace);
+      check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
+            status.get_message());
+    };
+    if (!backward || !key.ragged()) {
+      execute(pointers);
+      return true;
+    }
+    const Apart apart(key, pieces);
+    const std::size_t pitch = static_cast<std::size_t>(shape.qkv_width()) * sizeof(std::uint16_t);
+    for (int part = 0; part < key.parts; ++part) {
+      apart.copy(0, true, pointers, part, pitch, tokens, stream);
+      Pointers own = pointers;
+      for (int i = 0; i < 6; ++i) own[Apart::kUids[i]] = apart.memory[i];
+      for (const std::int64_t uid : {std::int64_t{kO}, std::int64_t{kDO}}) {
+        own[uid] = static_cast<std::byte*>(own[uid]) + static_cast<std::size_t>(part) * apart.row[0];
+      }
+      own[kStats] = static_cast<float*>(own[kStats]) + part * key.heads;
+      execute(own);
+      apart.copy(3, false, pointers, part, pitch, tokens, stream);
+    }
     return true;
   }
 };

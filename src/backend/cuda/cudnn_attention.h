@@ -5,16 +5,19 @@
 //   dense    all documents have the same length (count * longest = N): they are the batch dimension;
 //   ragged   else: the batch dimension is the number of documents rounded up to a power of two (so that
 //            few graphs serve all batches), with padding masks and offsets that a kernel makes from
-//            Documents::starts in the workspace. Documents beyond the last have no tokens. Forward only:
-//            cuDNN 9.19's ragged backward is right only where dq, dk and dv have the strides and offsets
-//            of q, k and v or its sums are sized by batch * longest; elsewhere it gives NaN or executes
-//            an illegal instruction. In interleaved tensors that takes 221 KB of sums per token at 32/8
-//            heads of 128 (dense: 33), and with batch * longest any number. The plain kernels serve.
+//            Documents::starts in the workspace. Documents beyond the last have no tokens.
+//
+// Ragged backward. With sums sized per token (the frontend's max_total_seq_len) cuDNN 9.19 is right only
+// where dq, dk and dv have the strides and offsets of q, k and v: elsewhere it gives NaN or executes an
+// illegal instruction. The frontend sizes these sums by the width of a token's memory, so in interleaved
+// tensors they would take 221 KB per token at 32/8 heads of 128. So q, k and v are copied to tensors of
+// their own, and the gradients back from such; and one part of the heads after the other, as many as it
+// takes not to need more memory than a dense batch (33 KB per token there; 4 parts take 19).
 //
 // Workspace. What cuDNN asks for is known once a graph is built, which needs cuDNN and takes a second or
-// more; the plan needs one figure that holds for every batch. So callers take planned_bytes(), the sizes
-// of the tensors that cuDNN keeps (514 MiB at 16,384 tokens with 32/8 heads of 128, as measured) and 4
-// MiB, and a graph that asks for more than that is not used.
+// more, and differs between dense and ragged graphs; the plan needs one figure that holds for every
+// batch. So callers take planned_bytes(): the tensors that cuDNN keeps, which is what it asks for on an
+// H200 at 16,384 to 131,072 tokens to 256 bytes, and 4 MiB; a graph that asks for more is not used.
 //
 // cuDNN is opened at run time. Where it or its headers are missing, nothing is available and the plain
 // kernels of attention.cu serve.
