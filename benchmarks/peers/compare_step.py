@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Training steps of agoq and of PyTorch + transformers on the same GPU, one after the other.
 
-usage: compare_step.py [--agoq build/agoq] [--out FILE] [--device-name NAME] CASE...
+usage: compare_step.py [--agoq build/agoq] [--out FILE] [--set KEY=VALUE]... CASE...
 
 CASE = SHAPE:LAYERS:SEQUENCE:BATCH[:PEER[,PEER...]], for instance llama3-8b:8:16384:1:eager,ckpt. PEER is a mode of
-torch_llama.py (eager, ckpt, compile); without one only agoq runs. What follows `--` goes to agoq as it is
-(for instance --set activations.policy=keep).
+torch_llama.py (eager, ckpt, compile); without one only agoq runs. --set KEY=VALUE goes to agoq.
 
 Prints a line per run and writes everything, with the commands, as JSON.
 """
@@ -51,9 +50,10 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--agoq", default="build/agoq")
     parser.add_argument("--out", default="compare_step.json")
+    parser.add_argument("--set", action="append", default=[])
     parser.add_argument("cases", nargs="+")
-    arguments, extra = parser.parse_known_args()
-    extra = [word for word in extra if word != "--"]
+    arguments = parser.parse_args()
+    extra = [word for setting in arguments.set for word in ("--set", setting)]
     records = []
     for case in arguments.cases:
         shape, layers, sequence, batch, *peers = case.split(":")
