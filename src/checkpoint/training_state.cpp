@@ -77,8 +77,8 @@ void remove_tree(const std::string& path) {
 }
 
 void rename_directory(const std::string& from, const std::string& to) {
-  check(std::rename(from.c_str(), to.c_str()) == 0, "cannot rename '{}' to '{}': {}", from, to,
-        std::strerror(errno));
+  const bool renamed = std::rename(from.c_str(), to.c_str()) == 0;
+  check(renamed, "cannot rename '{}' to '{}': {}", from, to, std::strerror(errno));
 }
 
 /// Under a name that no reader looks at first, so that at no time a part of it bears the name of a
@@ -210,6 +210,17 @@ std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints) {
 std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints) {
   const std::vector<std::int64_t> steps = checkpoint_steps(checkpoints);
   return steps.empty() ? std::nullopt : std::optional(steps.back());
+}
+
+void remove_checkpoints(const std::string& checkpoints) {
+  remove_unfinished_checkpoints(checkpoints);
+  for_each_entry(checkpoints, [&](const fs::path& path) {
+    const std::optional<std::int64_t> step = step_of(path.filename().string());
+    std::error_code error;
+    if (step && fs::is_directory(path, error)) remove_checkpoint(checkpoints, *step);
+  });
+  std::error_code error;
+  if (fs::is_empty(checkpoints, error) && !error) fs::remove(checkpoints, error);
 }
 
 void remove_unfinished_checkpoints(const std::string& checkpoints) {
