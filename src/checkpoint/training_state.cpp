@@ -226,10 +226,8 @@ void remove_checkpoints(const std::string& checkpoints) {
 void remove_unfinished_checkpoints(const std::string& checkpoints) {
   for_each_entry(checkpoints, [](const fs::path& path) {
     const std::string name = path.filename().string();
-    if (name.size() > kUnfinishedPrefix.size() + kUnfinishedSuffix.size() &&
-        name.rfind(kUnfinishedPrefix, 0) == 0 &&
-        name.compare(name.size() - kUnfinishedSuffix.size(), kUnfinishedSuffix.size(),
-                     kUnfinishedSuffix) == 0) {
+    if (name.starts_with('.') && name.ends_with(kUnfinishedSuffix) &&
+        step_of(name.substr(1, name.size() - 1 - kUnfinishedSuffix.size()))) {
       remove_tree(path.string());
     }
   });

@@ -285,9 +285,13 @@ TEST_F(TinyRuns, LeavesAloneWhatNoRunWrote) {
   train_once();
   folder_.write("run/checkpoints/best.pt", "mine");
   folder_.write("run/checkpoints/step-old/notes.txt", "mine");
+  folder_.write("run/checkpoints/.step-old.tmp/notes.txt", "mine");
+  folder_.write("run/checkpoints/.step-7.tmp/config.json", "what a crash left");
   EXPECT_EQ(run(train("--overwrite --json --set train.steps=1")).status, 0);
   EXPECT_EQ(read_file(path("run/checkpoints/best.pt")), "mine");
   EXPECT_EQ(read_file(path("run/checkpoints/step-old/notes.txt")), "mine");
+  EXPECT_EQ(read_file(path("run/checkpoints/.step-old.tmp/notes.txt")), "mine");
+  EXPECT_FALSE(std::filesystem::exists(path("run/checkpoints/.step-7.tmp")));
   EXPECT_FALSE(std::filesystem::exists(path("run/checkpoints/step-2")));
   EXPECT_TRUE(std::filesystem::exists(path("run/checkpoints/step-1")));
 }
