@@ -130,7 +130,7 @@ class GradientFidelity : public ::testing::Test {
   enum class Codec { kRight, kBroken };
 
   /// The gradient of the fixed batch under a policy and format, parameter after parameter. kBroken:
-  /// every saved byte has its lowest bit changed before the backward pass.
+  /// every saved byte has bits 1 and 5 flipped before the backward pass.
   static std::vector<std::vector<float>> gradient(SavePolicy policy, const std::string& format,
                                                   Codec codec) {
     RunConfig config = trained_->config;

@@ -33,7 +33,7 @@ Backend& open() {
   const std::filesystem::path path = module_path();
   check_input(!path.empty(),
               "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
-              "run on the CPU (--set run.device=cpu)");
+              "run on the CPU (--set run.device=cpu; eval, generate and bench kernels: --device cpu)");
   // The module stays open to the end of the process: its backend has static storage.
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr) {

@@ -170,7 +170,7 @@ TEST_F(CudaCodec, RoundsStochasticallyToTheSameBytes) {
   }
 }
 
-// Issue 3: what GPUs before sm_89 do, on any GPU.
+// What GPUs before sm_89, which have no conversions of 8-bit floats, do: here on any GPU.
 TEST_F(CudaCodec, ConvertsEightBitFloatsInSoftwareToTheSameBytes) {
   setenv("AGOQ_CUDA_SOFTWARE_FP8", "1", 1);
   for (const char* text : {"e4m3/128/fp32", "e4m3/32/two-level", "e5m2/64/bf16"}) {

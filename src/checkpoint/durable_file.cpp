@@ -23,6 +23,12 @@ constexpr std::size_t kLargestTransfer = std::size_t{1} << 30;
 }  // namespace
 
 DurableFile::DurableFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".tmp") {
+  // Renaming would put a file in the place of a device or a pipe.
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path_, error);
+  check_input(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
+              "cannot write '{}': it exists and is {}; name a file", path_,
+              std::filesystem::is_directory(status) ? "a folder" : "not a regular file");
   descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   check(descriptor_ >= 0,
         "cannot create '{}': {}; check that the directory exists and can be written to", temporary_,
@@ -48,9 +54,11 @@ void DurableFile::write(const void* data, std::size_t bytes) {
 }
 
 void DurableFile::commit() {
-  check(::fsync(descriptor_) == 0, "cannot sync '{}': {}; check its file system", temporary_, reason());
-  check(std::rename(temporary_.c_str(), path_.c_str()) == 0, "cannot rename '{}' to '{}': {}",
-        temporary_, path_, reason());
+  // Statements of their own: the arguments of one call, reason() among them, are computed in any order.
+  const bool synced = ::fsync(descriptor_) == 0;
+  check(synced, "cannot sync '{}': {}; check its file system", temporary_, reason());
+  const bool renamed = std::rename(temporary_.c_str(), path_.c_str()) == 0;
+  check(renamed, "cannot rename '{}' to '{}': {}", temporary_, path_, reason());
   ::close(std::exchange(descriptor_, -1));
   const std::string parent = std::filesystem::path(path_).parent_path().string();
   sync_directory(parent.empty() ? "." : parent);

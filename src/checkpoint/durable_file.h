@@ -12,7 +12,7 @@ namespace agoq {
 
 class DurableFile {
  public:
-  /// Creates `path`.tmp, or empties it.
+  /// Creates `path`.tmp, or empties it. Throws Error (kInput) if `path` is there and not a regular file.
   explicit DurableFile(std::string path);
   /// Removes `path`.tmp unless the file was committed.
   ~DurableFile();

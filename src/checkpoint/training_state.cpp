@@ -77,8 +77,8 @@ void remove_tree(const std::string& path) {
 }
 
 void rename_directory(const std::string& from, const std::string& to) {
-  check(std::rename(from.c_str(), to.c_str()) == 0, "cannot rename '{}' to '{}': {}", from, to,
-        std::strerror(errno));
+  const bool renamed = std::rename(from.c_str(), to.c_str()) == 0;
+  check(renamed, "cannot rename '{}' to '{}': {}", from, to, std::strerror(errno));
 }
 
 /// Under a name that no reader looks at first, so that at no time a part of it bears the name of a
@@ -212,13 +212,22 @@ std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints) {
   return steps.empty() ? std::nullopt : std::optional(steps.back());
 }
 
+void remove_checkpoints(const std::string& checkpoints) {
+  remove_unfinished_checkpoints(checkpoints);
+  for_each_entry(checkpoints, [&](const fs::path& path) {
+    const std::optional<std::int64_t> step = step_of(path.filename().string());
+    std::error_code error;
+    if (step && fs::is_directory(path, error)) remove_checkpoint(checkpoints, *step);
+  });
+  std::error_code error;
+  if (fs::is_empty(checkpoints, error) && !error) fs::remove(checkpoints, error);
+}
+
 void remove_unfinished_checkpoints(const std::string& checkpoints) {
   for_each_entry(checkpoints, [](const fs::path& path) {
     const std::string name = path.filename().string();
-    if (name.size() > kUnfinishedPrefix.size() + kUnfinishedSuffix.size() &&
-        name.rfind(kUnfinishedPrefix, 0) == 0 &&
-        name.compare(name.size() - kUnfinishedSuffix.size(), kUnfinishedSuffix.size(),
-                     kUnfinishedSuffix) == 0) {
+    if (name.starts_with('.') && name.ends_with(kUnfinishedSuffix) &&
+        step_of(name.substr(1, name.size() - 1 - kUnfinishedSuffix.size()))) {
       remove_tree(path.string());
     }
   });

@@ -52,6 +52,8 @@ std::string checkpoint_directory(const std::string& checkpoints, std::int64_t st
 std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints);
 /// The last of them.
 std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints);
+/// Removes all checkpoints, whole or not, and then `checkpoints` itself if nothing else is in it.
+void remove_checkpoints(const std::string& checkpoints);
 /// Removes what crashes left in `checkpoints`.
 void remove_unfinished_checkpoints(const std::string& checkpoints);
 

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <sstream>
 
 #include "cli/build_info.h"
 #include "cli/command.h"
@@ -31,7 +32,9 @@ void flush_output() {
 int report(std::string text, int status) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::fflush(stdout);
-  fmt::print(stderr, "agoq: {}\n", text);
+  // Not fmt::print, which throws where stderr is closed: then there is nobody to tell.
+  text = "agoq: " + text + "\n";
+  std::fwrite(text.data(), 1, text.size(), stderr);
   return status;
 }
 
@@ -72,6 +75,15 @@ void Arguments::option(const std::string& name, const std::string& placeholder, 
                        const std::string& description) {
   app_.add_option(name, value, description)->option_text(placeholder);
 }
+void Arguments::option(const std::string& name, const std::string& placeholder,
+                       std::optional<std::string>& value, const std::string& description) {
+  app_.add_option_function<std::string>(
+          name, [&value](const std::string& given) { value = given; }, description)
+      ->option_text(placeholder)
+      ->check([](const std::string& given) {
+        return given.empty() ? std::string("an empty value was given") : std::string();
+      });
+}
 void Arguments::option(const std::string& name, const std::string& placeholder, std::int64_t& value,
                        const std::string& description) {
   app_.add_option(name, value, description)->option_text(fmt::format("{} [{}]", placeholder, value));
@@ -100,17 +112,16 @@ int run_command_line(int argc, char** argv, const std::vector<Command>& commands
     subcommand->callback([&action, declared = command.declare(arguments)] { action = declared; });
   }
   try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& success) {  // --help, --version
-    return app.exit(success);
-  } catch (const CLI::ParseError& error) {
-    return report_parse_error(error, argc, argv, commands);
-  }
-  if (!action) {
-    fmt::print("{}", app.help());
-    return kDone;
-  }
-  try {
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::Success& success) {  // --help, --version
+      std::ostringstream text;
+      app.exit(success, text, text);
+      action = [help = text.str()] { fmt::print("{}", help); };
+    } catch (const CLI::ParseError& error) {
+      return report_parse_error(error, argc, argv, commands);
+    }
+    if (!action) action = [&app] { fmt::print("{}", app.help()); };
     action();
     flush_output();
     return kDone;

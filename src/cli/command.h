@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ class Arguments {
                   const std::string& description);
   /// `name` is "--tokens"; `placeholder` ("N") stands for the value in --help.
   void option(const std::string& name, const std::string& placeholder, std::string& value,
+              const std::string& description);
+  /// May be left out, but not be given empty: a script's variable that is not set is no default.
+  void option(const std::string& name, const std::string& placeholder, std::optional<std::string>& value,
               const std::string& description);
   void option(const std::string& name, const std::string& placeholder, std::int64_t& value,
               const std::string& description);

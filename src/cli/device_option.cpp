@@ -9,11 +9,11 @@ Backend& backend_named(const std::string& device) {
   return backend_of(device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu);
 }
 
-Backend& backend_for_run(const std::string& directory, const std::string& device) {
-  if (device.empty()) {
+Backend& backend_for_run(const std::string& directory, const std::optional<std::string>& device) {
+  if (!device) {
     return backend_of(RunDirectory(directory, RunStart::kResume).config().run.device);
   }
-  return backend_named(device);
+  return backend_named(*device);
 }
 
 }  // namespace agoq

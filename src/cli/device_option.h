@@ -1,6 +1,7 @@
 // The option --device of commands that work on a finished run.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "backend/backend.h"
@@ -12,8 +13,8 @@ inline constexpr const char* kDeviceOptionHelp = "cpu or cuda; default: where th
 /// The backend that `device` names. Throws Error (kInput) for names other than cpu and cuda.
 Backend& backend_named(const std::string& device);
 
-/// The backend that `device` names; where it is empty, the one that the run in `directory` was trained
+/// The backend that `device` names; without it the one that the run in `directory` was trained
 /// with. Throws Error (kInput) for other names.
-Backend& backend_for_run(const std::string& directory, const std::string& device);
+Backend& backend_for_run(const std::string& directory, const std::optional<std::string>& device);
 
 }  // namespace agoq

@@ -18,17 +18,16 @@ namespace {
 
 struct EvalArguments {
   std::string run;
-  std::string data;
-  std::string device;
+  std::optional<std::string> data;
+  std::optional<std::string> device;
   bool json = false;
 };
 
 void evaluate(const EvalArguments& arguments) {
   const RunConfig run = load_run_config(arguments.run + "/config.toml");
   DataConfig source = run.data;
-  if (!arguments.data.empty()) source.paths = {arguments.data};
-  const Dataset data =
-      Dataset::load(source, arguments.data.empty() ? DataUse::kTraining : DataUse::kEvaluation);
+  if (arguments.data) source.paths = {*arguments.data};
+  const Dataset data = Dataset::load(source, arguments.data ? DataUse::kEvaluation : DataUse::kTraining);
   const std::unique_ptr<Inference> inference = Inference::load(
       arguments.run, backend_for_run(arguments.run, arguments.device), run.run.micro_batch);
   HostBatch batch;

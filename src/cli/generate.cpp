@@ -15,7 +15,7 @@ Action declare_generate(Arguments& arguments) {
     std::string run;
     Generation generation;
     std::int64_t seed = 1;
-    std::string device;
+    std::optional<std::string> device;
   };
   const auto given = std::make_shared<Given>();
   arguments.positional("RUN", given->run, "Run directory");

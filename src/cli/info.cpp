@@ -42,12 +42,16 @@ std::int64_t available_memory() {
   return kilobytes.empty() ? 0 : std::stoll(kilobytes) * 1024;
 }
 
-/// The GPU, or why there is none.
-std::string cuda_description() {
+struct Cuda {
+  bool available;
+  std::string text;  // the GPU, or why there is none
+};
+
+Cuda find_cuda() {
   try {
-    return cuda_backend().description();
+    return {true, cuda_backend().description()};
   } catch (const Error& error) {
-    return std::string("cuda: no: ") + error.what();
+    return {false, error.what()};
   }
 }
 
@@ -58,7 +62,8 @@ void print_info() {
   if (!build.commit.empty()) table.add_row({"commit", build.commit});
   table.add_row({"compiler", fmt::format("{}, {}", build.compiler, build.build_type)});
   table.add_row({"backend", cpu_backend().description()});
-  table.add_row({"", cuda_description()});
+  const Cuda cuda = find_cuda();
+  table.add_row({"", cuda.available ? cuda.text : "cuda: no: " + cuda.text});
   table.add_row({"processor", fmt::format("{}, {} threads", proc_field("/proc/cpuinfo", "model name"),
                                           std::thread::hardware_concurrency())});
   table.add_row({"memory", fmt::format("{}, {} available", format_bytes(machine_memory()),
@@ -77,7 +82,9 @@ void print_info_json() {
   json["compiler"] = build.compiler;
   json["build_type"] = build.build_type;
   json["backend"] = cpu_backend().description();
-  json["cuda"] = cuda_description();
+  const Cuda cuda = find_cuda();
+  json["cuda"]["available"] = cuda.available;
+  json["cuda"][cuda.available ? "description" : "reason"] = cuda.text;
   json["processor"] = proc_field("/proc/cpuinfo", "model name");
   json["threads"] = omp_get_max_threads();
   json["memory_bytes"] = machine_memory();

@@ -1,4 +1,5 @@
 // agoq: the program. One line per command; each is a file of its own.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -19,9 +20,21 @@ void let_idle_threads_sleep(char** argv) {
   execv("/proc/self/exe", argv);  // returns only where there is no /proc: then they spin
 }
 
+// A file that the program opens would otherwise get the number of a stream that it was started without
+// (`agoq train run.toml >&-`), and what is printed would end up in that file. Opened the wrong way
+// round, so that reading and writing still fail.
+void occupy_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(stream, F_GETFD) != -1) continue;
+    // The lowest free number, which is this one.
+    if (open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY) != stream) _exit(1);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  occupy_closed_streams();
   let_idle_threads_sleep(argv);
   return agoq::run_command_line(
       argc, argv,

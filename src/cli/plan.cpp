@@ -114,9 +114,12 @@ void plan_command(const PlanArguments& arguments) {
       config.run.micro_batch, config.run.sequence, config.run.micro_batches);
   print_slots(plan);
   print_classes(plan);
-  if (!found)
+  if (config.data.paths.empty()) {
+    fmt::print("\ndata.paths is empty: the text is not counted.\n");
+  } else if (!found) {
     fmt::print("\nThe text is not at hand ({}): it is not counted.\n",
                fmt::join(config.data.paths, ", "));
+  }
 }
 
 }  // namespace

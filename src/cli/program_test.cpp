@@ -1,15 +1,23 @@
 // The program from outside: exit statuses, one-line errors, help.
+#include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+
+#include "core/temporary_folder.h"
 
 namespace {
 
@@ -24,11 +32,12 @@ std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-Outcome run(const std::string& arguments) {
+// `before` stands before the command: a program that runs it, or what the shell does first.
+Outcome run(const std::string& arguments, const std::string& before = "") {
   std::string folder = (std::filesystem::temp_directory_path() / "agoq-program-XXXXXX").string();
   if (mkdtemp(folder.data()) == nullptr) return {};
-  const std::string command =
-      std::string(AGOQ_PROGRAM) + " " + arguments + " >" + folder + "/out 2>" + folder + "/error";
+  const std::string command = before + std::string(AGOQ_PROGRAM) + " " + arguments + " >" + folder +
+                              "/out 2>" + folder + "/error";
   const int result = std::system(command.c_str());
   Outcome outcome{WIFEXITED(result) ? WEXITSTATUS(result) : -1, read_file(folder + "/out"),
                   read_file(folder + "/error")};
@@ -83,6 +92,8 @@ TEST(Program, InfoIsReadByPeopleAndByPrograms) {
   EXPECT_GT(json.at("memory_bytes").get<long long>(), 0);
   EXPECT_FALSE(json.at("libraries").at("oneDNN").get<std::string>().empty());
   EXPECT_FALSE(json.at("compiler").get<std::string>().empty());
+  const bool cuda = json.at("cuda").at("available").get<bool>();
+  EXPECT_FALSE(json.at("cuda").at(cuda ? "description" : "reason").get<std::string>().empty());
 #ifdef AGOQ_SANITIZED
   EXPECT_FALSE(json.at("memory_probe").get<bool>());
 #else
@@ -93,7 +104,8 @@ TEST(Program, InfoIsReadByPeopleAndByPrograms) {
 TEST(Program, BenchStepPrintsSpeedFloorAndShares) {
   const Outcome outcome =
       run("bench step " + std::string(AGOQ_EXAMPLES) +
-          "/quickstart.toml --json --steps 2 --set train.sequence=32 --set train.micro_batches=1 "
+          "/quickstart.toml --json --steps 2 --set train.steps=1 --set optimizer.warmup_steps=0 --set "
+          "train.sequence=32 --set train.micro_batches=1 "
           "--set model.layers=1 --set model.hidden=64 --set model.heads=1 --set model.kv_heads=1");
   ASSERT_EQ(outcome.status, 0) << outcome.error;
   const nlohmann::json json = nlohmann::json::parse(outcome.out);
@@ -132,6 +144,227 @@ TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   expect_bad_input("bench step /nowhere.toml", "/nowhere.toml");
   expect_bad_input("bench kernels --device gpu", "--device is cpu or cuda; 'gpu' was given");
   expect_bad_input("bench kernels --tokens -1", "--tokens is at least 1");
+}
+
+/// A folder with text, a configuration of a run of two steps, and what runs there wrote.
+class TinyRuns : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (int d = 0; d < 20; ++d) {
+      std::string text;
+      for (int s = 0; s < 8; ++s) text += fmt::format("document {} keeps sentence {}. ", d, s);
+      folder_.write(fmt::format("text/{:02}.txt", d), text);
+    }
+    folder_.write("run.toml", fmt::format(R"(
+[model]
+hidden = 32
+layers = 1
+heads = 2
+kv_heads = 1
+head_size = 16
+feed_forward = 32
+segments = 1
+[data]
+paths = ["{0}/text"]
+[train]
+steps = 2
+sequence = 32
+micro_batch = 1
+micro_batches = 1
+[optimizer]
+warmup_steps = 0
+[run]
+directory = "{0}/run"
+threads = 1
+)",
+                                          folder_.path()));
+  }
+
+  std::string path(const std::string& name) const { return folder_.path(name); }
+  std::string train(const std::string& arguments = "") const {
+    return "train " + path("run.toml") + " " + arguments;
+  }
+  void train_once() const {
+    const Outcome outcome = run(train("--json"));
+    ASSERT_EQ(outcome.status, 0) << outcome.error;
+  }
+  /// Every file under `name` with its content.
+  std::map<std::string, std::string> content(const std::string& name) const {
+    std::map<std::string, std::string> files;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(path(name))) {
+      if (entry.is_regular_file()) files[entry.path().string()] = read_file(entry.path().string());
+    }
+    return files;
+  }
+  /// Makes the first weights of the newest checkpoint NaN: BF16 with all exponent bits set.
+  void break_weights() const {
+    const std::string file = path("run/checkpoints/step-2/model.safetensors");
+    std::string bytes = read_file(file);
+    std::uint64_t header = 0;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    for (std::size_t i = 8 + header; i < bytes.size(); ++i) bytes[i] = '\x7F' | '\x80';
+    std::ofstream(file, std::ios::binary) << bytes;
+  }
+
+  agoq::TemporaryFolder folder_;
+};
+
+TEST_F(TinyRuns, EveryCommandDoesItsWorkAndPrintsJson) {
+  const auto json_of = [](const std::string& arguments) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.status, 0) << arguments << ": " << outcome.error;
+    return nlohmann::json::parse(outcome.out, nullptr, false);
+  };
+  const auto plan = json_of("plan " + path("run.toml") + " --json");
+  EXPECT_GT(plan.at("parameters"), 0);
+  EXPECT_GT(plan.at("bytes").at("weights"), 0);
+  EXPECT_FALSE(plan.at("layers").empty());
+
+  const auto summary = json_of(train("--json"));
+  EXPECT_EQ(summary.at("steps"), 2);
+  EXPECT_EQ(summary.at("stopped"), false);
+  EXPECT_EQ(summary.at("parameters"), plan.at("parameters"));
+  EXPECT_GT(summary.at("validation_loss"), 0.0);
+  EXPECT_EQ(summary, nlohmann::json::parse(read_file(path("run/summary.json"))));
+
+  const auto loss = json_of("eval " + path("run") + " --json");
+  EXPECT_EQ(loss.at("loss"), summary.at("validation_loss"));
+  EXPECT_GT(loss.at("tokens"), 0);
+  const auto other = json_of("eval " + path("run") + " --json --data " + path("text/03.txt"));
+  EXPECT_EQ(other.at("tokens").get<std::size_t>(), read_file(path("text/03.txt")).size() + 1);
+
+  const Outcome text = run("generate " + path("run") + " --prompt ab --tokens 3");
+  EXPECT_EQ(text.status, 0);
+  EXPECT_EQ(text.out.substr(0, 2), "ab");
+
+  const auto report = json_of("report " + path("run") + " --json --out " + path("report.json"));
+  EXPECT_EQ(report.at("run"), summary);
+  EXPECT_EQ(report, nlohmann::json::parse(read_file(path("report.json"))));
+
+  EXPECT_FALSE(json_of("formats --json").empty());
+  EXPECT_EQ(run("formats").status, 0);
+  EXPECT_EQ(run("plan " + path("run.toml")).status, 0);
+  EXPECT_EQ(run("report " + path("run")).status, 0);
+}
+
+TEST_F(TinyRuns, ARunThatCannotStartLeavesTheOldOneAsItWas) {
+  train_once();
+  const auto before = content("run");
+  expect_bad_input(train("--overwrite --set train.sequence=10000"), "sequence");
+  expect_bad_input(train("--overwrite --set run.seed=1e9"), "run.seed");
+  expect_bad_input(train("--overwrite --set data.paths=/nowhere"), "/nowhere");
+#ifndef AGOQ_SANITIZED  // sanitizers take the address space for themselves
+  // It can be planned, and fails when the arenas are allocated.
+  EXPECT_EQ(run(train("--overwrite --set model.hidden=10000000"), "ulimit -v 4000000; ").status, 1);
+#endif
+  expect_bad_input(train("--resume"), "raise train.steps");
+  expect_bad_input(train("--resume --set train.steps=4 --set model.feed_forward=64"), "feed_forward");
+  expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "keeps its seed");
+  expect_bad_input(train(), "--overwrite");
+  EXPECT_TRUE(content("run") == before);
+  EXPECT_EQ(run("eval " + path("run")).status, 0);
+  EXPECT_EQ(run(train("--resume --json --set train.steps=4")).status, 0);
+  EXPECT_EQ(run(train("--overwrite --json")).status, 0);
+}
+
+TEST_F(TinyRuns, LeavesAloneWhatNoRunWrote) {
+  for (const char* name : {"checkpoints/best.pt", "metrics.jsonl", "summary.json", "plan.json"}) {
+    const std::string project = std::string("project-") + std::to_string(std::strlen(name));
+    folder_.write(project + "/" + name, "mine");
+    // Also beside a configuration that a person wrote.
+    for (const bool with_config : {false, true}) {
+      if (with_config) folder_.write(project + "/config.toml", "[train]\nsteps = 2\n");
+      const auto before = content(project);
+      for (const char* how : {"", "--overwrite"}) {
+        expect_bad_input(train(fmt::format("{} --set run.directory={}", how, path(project))),
+                         "not agoq's to replace");
+      }
+      EXPECT_TRUE(content(project) == before) << name;
+    }
+  }
+  train_once();
+  folder_.write("run/checkpoints/best.pt", "mine");
+  folder_.write("run/checkpoints/step-old/notes.txt", "mine");
+  folder_.write("run/checkpoints/.step-old.tmp/notes.txt", "mine");
+  folder_.write("run/checkpoints/.step-7.tmp/config.json", "what a crash left");
+  EXPECT_EQ(run(train("--overwrite --json --set train.steps=1")).status, 0);
+  EXPECT_EQ(read_file(path("run/checkpoints/best.pt")), "mine");
+  EXPECT_EQ(read_file(path("run/checkpoints/step-old/notes.txt")), "mine");
+  EXPECT_EQ(read_file(path("run/checkpoints/.step-old.tmp/notes.txt")), "mine");
+  EXPECT_FALSE(std::filesystem::exists(path("run/checkpoints/.step-7.tmp")));
+  EXPECT_FALSE(std::filesystem::exists(path("run/checkpoints/step-2")));
+  EXPECT_TRUE(std::filesystem::exists(path("run/checkpoints/step-1")));
+}
+
+TEST_F(TinyRuns, OneRunAtATimeHasADirectory) {
+  folder_.write("run/run.lock", "");
+  const int lock = open(path("run/run.lock").c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(flock(lock, LOCK_EX | LOCK_NB), 0);
+  expect_bad_input(train(), "in use by another run");
+  close(lock);
+  train_once();
+}
+
+TEST_F(TinyRuns, ASignalledRunStillPrintsItsSummary) {
+  const Outcome outcome =
+      run(train("--json --set train.steps=1000000"), "timeout --preserve-status --signal=TERM 1 ");
+  EXPECT_EQ(outcome.status, 0) << outcome.error;
+  const auto json = nlohmann::json::parse(outcome.out, nullptr, false);
+  ASSERT_TRUE(json.is_object()) << outcome.out;
+  EXPECT_EQ(json.at("stopped"), true);
+  EXPECT_LT(json.at("steps"), 1000000);
+}
+
+TEST_F(TinyRuns, WeightsThatAreNotFiniteFailEvalAndGenerate) {
+  train_once();
+  break_weights();
+  for (const char* command : {"eval ", "eval --json ", "generate "}) {
+    const Outcome outcome = run(command + path("run"));
+    EXPECT_EQ(outcome.status, 1) << command;
+    EXPECT_EQ(outcome.out, "") << command;
+    EXPECT_NE(outcome.error.find("NaN or infinity"), std::string::npos) << outcome.error;
+    EXPECT_EQ(outcome.error.find('\n'), outcome.error.size() - 1) << outcome.error;
+  }
+}
+
+TEST_F(TinyRuns, RefusesWhatCannotBeMeant) {
+  train_once();
+  expect_bad_input("report " + path("run") + " --out /dev/full", "not a regular file");
+  EXPECT_TRUE(std::filesystem::is_character_file("/dev/full"));
+  expect_bad_input("report " + path("run") + " --out " + path("text"), "it exists and is a folder");
+  folder_.write("empty.txt", "");
+  expect_bad_input("eval " + path("run") + " --data " + path("empty.txt"), "empty.txt is empty");
+  for (const char* option : {"--data", "--device"}) {
+    expect_bad_input("eval " + path("run") + " " + option + " ''", "an empty value was given");
+  }
+  expect_bad_input("report " + path("run") + " --out ''", "an empty value was given");
+  expect_bad_input(train("--set run.directory=\xFF-x"), "must be text in UTF-8");
+  expect_bad_input("plan " + path("run.toml") + " --set model.hidden=9007199254740992",
+                   "more than the 4e+12 that can be planned");
+}
+
+TEST_F(TinyRuns, TellsWhatThePlanLeavesOut) {
+  folder_.write("bare.toml", "[train]\nsequence = 8\n");
+  const Outcome bare = run("plan " + path("bare.toml"));
+  EXPECT_EQ(bare.status, 0);
+  EXPECT_NE(bare.out.find("data.paths is empty: the text is not counted."), std::string::npos);
+  EXPECT_EQ(bare.out.find("()"), std::string::npos);
+}
+
+// A shell that closes streams: no error can be shown, and none may end in an abort or in a file.
+TEST_F(TinyRuns, ClosedStreamsFailTheRunAndSpoilNoFile) {
+  const auto status_of = [&](const std::string& arguments, const char* closed) {
+    const int result = std::system((std::string(AGOQ_PROGRAM) + " " + arguments + closed).c_str());
+    return WIFEXITED(result) ? WEXITSTATUS(result) : -1;
+  };
+  EXPECT_EQ(status_of(train(), " <&- >&- 2>&-"), 1);
+  for (const auto& [name, text] : content("run")) {
+    EXPECT_EQ(("\n" + text).find("\nagoq"), std::string::npos) << name << ": " << text;
+  }
+  EXPECT_EQ(status_of("--help", " >&- 2>&-"), 1);
+  EXPECT_EQ(status_of("", " >&- 2>&-"), 1);
+  EXPECT_EQ(status_of("info", " >&- 2>&-"), 1);
+  EXPECT_EQ(status_of("train /nowhere.toml", " >&- 2>&-"), 2);
 }
 
 TEST(Program, FailsWhenItsOutputCannotBeWritten) {

@@ -16,7 +16,7 @@ namespace {
 
 struct ReportArguments {
   std::vector<std::string> runs;
-  std::string out;
+  std::optional<std::string> out;
   bool json = false;
 };
 
@@ -38,7 +38,7 @@ void report(const ReportArguments& arguments) {
     json[name] = parse_json(to_json(runs.back().summary));
   }
   const std::string text = to_text(json) + "\n";
-  if (!arguments.out.empty()) write_durably(arguments.out, text);
+  if (arguments.out) write_durably(*arguments.out, text);
   fmt::print("{}", arguments.json ? text : summary_table(runs));
 }
 

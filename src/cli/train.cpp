@@ -40,11 +40,11 @@ void train(const TrainArguments& arguments) {
                "\nThe whole run, each operation timed by itself:\n{}\n",
                operation_table(profiled.profile()));
   }
-  if (summary.steps < config.run.steps) return;
   if (arguments.json) {
     fmt::print("{}", to_json(summary));
     return;
   }
+  if (summary.stopped) return;
   fmt::print("{}", summary_table({{config.run.directory, summary}}));
 }
 

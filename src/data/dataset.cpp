@@ -109,6 +109,8 @@ Dataset Dataset::load(const DataConfig& config, DataUse use) {
     ++number;
     (held_out ? dataset.validation_ : dataset.training_).push_back({begin, length});
   }
+  check_input(number > 0, "data.paths: {} {} empty: name files that hold text", join(config.paths),
+              config.paths.size() == 1 ? "is" : "are");
   for (const Split split : {Split::kTraining, Split::kValidation}) {
     if (use == DataUse::kEvaluation && split == Split::kTraining) continue;
     check_input(

@@ -33,6 +33,12 @@ void ModelConfig::check() const {
   check_input(norm_epsilon > 0, "model.norm_epsilon must be positive; {} was given", norm_epsilon);
   check_input(rope.theta > 0 && rope.factor > 0,
               "model.rope_theta and model.rope_factor must be positive");
+  check_input(
+      rope.scaling != RopeScaling::kLlama3 ||
+          (0 < rope.low_frequency_factor && rope.low_frequency_factor < rope.high_frequency_factor),
+      "model.rope_low_frequency_factor is {} and must be positive and below "
+      "model.rope_high_frequency_factor, which is {}",
+      rope.low_frequency_factor, rope.high_frequency_factor);
 }
 
 }  // namespace agoq

@@ -24,8 +24,7 @@ constexpr std::int64_t kLargest = std::int64_t{1} << 53;
 template <typename Field>
 ConfigKey integer(std::string_view section, std::string_view name, Access<Field> access,
                   std::int64_t least, std::int64_t largest, std::string_view description) {
-  std::string allowed = largest == kLargest ? fmt::format("an integer from {}", least)
-                                            : fmt::format("an integer from {} to {}", least, largest);
+  std::string allowed = fmt::format("an integer from {} to {}", least, largest);
   return {std::string(section),
           std::string(name),
           std::move(allowed),
@@ -151,7 +150,16 @@ ConfigKey choice(std::string_view section, std::string_view name, Access<Enum> a
           }};
 }
 
-// parse_format throws its own Error, which suggests the nearest format.
+// Throws its own Error, which suggests the nearest format. Activations and gradients have both signs: a
+// code for non-negative values would make zeros of half of them.
+QuantFormat parse_signed_format(const std::string& text) {
+  const QuantFormat format = parse_format(text);
+  check_input(traits_of(format.code).is_signed,
+              "'{}' cannot hold negative values: choose a format with a sign, such as dynamic8/256/fp32",
+              text);
+  return format;
+}
+
 ConfigKey format(std::string_view section, std::string_view name, Access<QuantFormat> access,
                  std::string_view description) {
   return {std::string(section),
@@ -160,7 +168,7 @@ ConfigKey format(std::string_view section, std::string_view name, Access<QuantFo
           std::string(description),
           [access](const RunConfig& config) -> Setting { return read(access, config).to_string(); },
           [access](RunConfig& config, const Setting& setting) {
-            access(config) = parse_format(std::get<std::string>(setting));
+            access(config) = parse_signed_format(std::get<std::string>(setting));
             return true;
           }};
 }
@@ -180,7 +188,7 @@ ConfigKey role_format(std::string_view name, SlotRole role, std::string_view wha
             const auto& value = std::get<std::string>(setting);
             auto& chosen = config.activations.role_format[index];
             chosen.reset();
-            if (value != "policy") chosen = parse_format(value);
+            if (value != "policy") chosen = parse_signed_format(value);
             return true;
           }};
 }

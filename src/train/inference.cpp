@@ -85,6 +85,9 @@ void Inference::next_token_logits(const HostBatch& host, std::int64_t length,
   check(parts_.logits.type == ElementType::kFp32, "text is generated from fp32 or bf16 models, not {}",
         name_of(config_.model.dtype));
   backend_.read(context_, parts_.logits.data, logits.data(), parts_.logits.bytes());
+  check(std::all_of(logits.begin(), logits.end(), [](float logit) { return std::isfinite(logit); }),
+        "the model's logits are not finite, so its weights hold NaN or infinity: go back to an earlier "
+        "checkpoint");
 }
 
 void generate(Inference& inference, const Generation& generation,

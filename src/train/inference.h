@@ -25,7 +25,8 @@ class Inference {
   const RunConfig& config() const { return config_; }
   /// Sum of weighted token losses.
   double evaluate(const HostBatch& batch);
-  /// Logits, V of them, of the token after the first `length` tokens of a one-sequence batch.
+  /// Logits, V of them, of the token after the first `length` tokens of a one-sequence batch. Throws
+  /// Error (kFailure) when one is not finite.
   void next_token_logits(const HostBatch& batch, std::int64_t length, std::vector<float>& logits);
 
  private:

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <sstream>
 
+#include "checkpoint/durable_file.h"
 #include "core/error.h"
 #include "core/nearest_name.h"
 
@@ -18,6 +19,12 @@ namespace {
 
 // Bytes; far more than all keys with their comments take.
 constexpr std::size_t kLargestConfig = std::size_t{1} << 20;
+
+// With the bytes that each may take, below the 2^46 of an arena that measures.
+constexpr double kLargestParameters = 4e12;
+constexpr double kLargestStepTokens = 1e15;
+// Positions within a micro-batch are 32-bit.
+constexpr std::int64_t kLargestTokens = std::int64_t{1} << 27;
 
 // --- names ---
 
@@ -110,9 +117,47 @@ std::string trimmed(const std::string& text) {
   return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
 }
 
+// UTF-8 without NUL: what config.toml can hold, and a path can be.
+bool is_plain_text(std::string_view text) {
+  for (std::size_t at = 0; at < text.size();) {
+    const auto byte = [&](std::size_t i) {
+      return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0u;
+    };
+    const unsigned first = byte(0);
+    if (first == 0) return false;
+    const std::size_t length = first < 0x80    ? 1
+                               : first < 0xC2  ? 0  // a continuation, or a longer form than needed
+                               : first < 0xE0  ? 2
+                               : first < 0xF0  ? 3
+                               : first <= 0xF4 ? 4
+                                               : 0;
+    if (length == 0) return false;
+    for (std::size_t i = 1; i < length; ++i) {
+      if ((byte(i) & 0xC0) != 0x80) return false;
+    }
+    // Longer forms than needed, surrogates, and what lies beyond U+10FFFF.
+    if ((first == 0xE0 && byte(1) < 0xA0) || (first == 0xED && byte(1) >= 0xA0) ||
+        (first == 0xF0 && byte(1) < 0x90) || (first == 0xF4 && byte(1) >= 0x90)) {
+      return false;
+    }
+    at += length;
+  }
+  return true;
+}
+
+bool holds_plain_text(const Setting& setting) {
+  if (const auto* text = std::get_if<std::string>(&setting)) return is_plain_text(*text);
+  const auto* texts = std::get_if<std::vector<std::string>>(&setting);
+  return texts == nullptr || std::all_of(texts->begin(), texts->end(),
+                                         [](const std::string& text) { return is_plain_text(text); });
+}
+
 void apply(RunConfig& config, const ConfigKey& key, const TomlValue& value, const std::string& place) {
   const Setting like = key.get(config);
   std::optional<Setting> setting = value.setting;
+  check_input(!setting || holds_plain_text(*setting),
+              "{}: {} must be text in UTF-8 without NUL characters: write it so, or rename the file",
+              place, key.full_name());
   // "learning_rate = 1" means 1.0.
   if (std::holds_alternative<double>(like) && setting && std::holds_alternative<std::int64_t>(*setting))
     setting = static_cast<double>(std::get<std::int64_t>(*setting));
@@ -147,7 +192,7 @@ TomlValue parse_override(const std::string& text, const Setting& like) {
 }
 
 void apply_override(RunConfig& config, const std::string& assignment) {
-  const std::string place = "--set " + assignment;
+  const std::string place = "--set " + printable(assignment);
   const std::size_t equals = assignment.find('=');
   const std::size_t dot = assignment.find('.');
   check_input(equals != std::string::npos && dot != std::string::npos && dot < equals,
@@ -156,6 +201,43 @@ void apply_override(RunConfig& config, const std::string& assignment) {
   const std::string name = trimmed(assignment.substr(dot + 1, equals - dot - 1));
   const ConfigKey& key = find_key(section, name, place);
   apply(config, key, parse_override(trimmed(assignment.substr(equals + 1)), key.get(config)), place);
+}
+
+// Sizes that no machine has room for, refused before their bytes no longer fit the numbers they are
+// counted in. In floating point, which does not wrap around.
+void check_size(const RunConfig& config) {
+  const ModelConfig& model = config.model;
+  const auto real = [](std::int64_t value) { return static_cast<double>(value); };
+  const double heads = real(model.heads + 2 * static_cast<std::int64_t>(model.kv_heads));
+  const double attention = heads * real(model.head_size);
+  const double widest = real(model.hidden) + attention + 3 * real(model.feed_forward);
+  const double parameters =
+      real(model.layers) * real(model.hidden) * (2 * attention + 3 * real(model.feed_forward)) +
+      2 * real(model.hidden) * real(model.vocabulary);
+  check_input(parameters <= kLargestParameters,
+              "the model would have about {:.0e} parameters, more than the {:.0e} that can be planned: "
+              "lower model.hidden, model.feed_forward, model.layers or model.vocabulary",
+              parameters, kLargestParameters);
+  const double tokens = real(config.run.sequence) * real(config.run.micro_batch);
+  check_input(tokens <= real(kLargestTokens),
+              "a micro-batch would have about {:.1e} tokens, more than the {} that it can have: lower "
+              "train.sequence or train.micro_batch",
+              tokens, kLargestTokens);
+  const double activations = tokens * real(model.layers) * widest;
+  check_input(activations <= kLargestParameters,
+              "a micro-batch would have about {:.0e} activations, more than the {:.0e} that can be "
+              "planned: lower train.sequence, train.micro_batch or the sizes in [model]",
+              activations, kLargestParameters);
+  const double logits = std::min(tokens, real(model.loss_chunk)) * real(model.vocabulary);
+  check_input(logits <= kLargestParameters,
+              "a chunk of the loss would have about {:.0e} logits, more than the {:.0e} that can be "
+              "planned: lower model.loss_chunk or model.vocabulary",
+              logits, kLargestParameters);
+  const double step_tokens = tokens * real(config.run.micro_batches);
+  check_input(step_tokens <= kLargestStepTokens,
+              "a step would have about {:.0e} tokens, more than the {:.0e} that it can have: lower "
+              "train.micro_batches",
+              step_tokens, kLargestStepTokens);
 }
 
 }  // namespace
@@ -171,6 +253,7 @@ void RunConfig::check() const {
   check_input(optimizer.warmup_steps <= run.steps,
               "optimizer.warmup_steps is {}, more than train.steps, which is {}", optimizer.warmup_steps,
               run.steps);
+  check_size(*this);
   if (optimizer.schedule == ScheduleKind::kWarmupStableDecay) {
     check_input(optimizer.decay_steps <= run.steps - optimizer.warmup_steps,
                 "optimizer.decay_steps is {}, but {} of {} steps remain after warm-up",

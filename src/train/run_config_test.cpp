@@ -157,7 +157,7 @@ TEST(RunConfig, RefusesValuesOutOfRangeWithPlaceAndRange) {
   expect_error("[optimizer]\nlearning_rate = 0\n", "must be a number above 0, not 0");
   expect_error("[optimizer]\nlearning_rate = inf\n", "must be a number above 0, not inf");
   expect_error("[optimizer]\nlearning_rate = nan\n", "must be a number above 0, not nan");
-  expect_error("[run]\nseed = -1\n", "run.seed must be an integer from 0, not -1");
+  expect_error("[run]\nseed = -1\n", "run.seed must be an integer from 0 to 9007199254740992, not -1");
   expect_error("[run]\nseed = 99999999999999999999\n", "run.seed must be an integer from 0");
   expect_error("[run]\ndirectory = \"\"\n", "run.directory must be a string that is not empty");
   expect_error("[model]\nnorm = \"batchnorm\"\n",
@@ -179,6 +179,58 @@ TEST(RunConfig, RefusesKeysThatDoNotFitTogether) {
                "optimizer.warmup_steps is 101, more than train.steps");
   expect_error("[optimizer]\nschedule = \"warmup-stable-decay\"\nwarmup_steps = 60\ndecay_steps = 41\n",
                "optimizer.decay_steps is 41, but 40 of 100 steps remain");
+}
+
+TEST(RunConfig, RefusesNumbersBeyondTheRangeOfDouble) {
+  const char* beyond = "optimizer.learning_rate must be a number above 0, not a number beyond the range";
+  expect_error("[optimizer]\nlearning_rate = 1e400\n", beyond);
+  expect_error("", beyond, {"optimizer.learning_rate=1e400"});
+  expect_error("", "not a number beyond the range", {"optimizer.weight_decay=-1e400"});
+  EXPECT_EQ(parse("[optimizer]\nlearning_rate = 1e300\n").optimizer.learning_rate, 1e300);
+}
+
+TEST(RunConfig, RefusesTextThatNoFileCouldHold) {
+  const char* expected = "must be text in UTF-8 without NUL characters";
+  for (const std::string text : {"\xFF", "a\xC3", "\xC0\xAF", "\xE0\x80\xAF", "\xED\xA0\x80",
+                                 "\xF5\x80\x80\x80", "\xF4\x90\x80\x80", "\x80"}) {
+    expect_error("", expected, {"run.directory=" + text});
+    expect_error("", expected, {"data.paths=a," + text});
+  }
+  expect_error("", expected, {std::string("run.directory=a\0b", 17)});
+  expect_error("[run]\ndirectory = \"a\\u0000b\"\n", expected);
+  for (const std::string text : {"\xC3\xA9", "\xE2\x82\xAC", "\xF0\x9F\x8C\x8D", "\xF4\x8F\xBF\xBF"}) {
+    EXPECT_EQ(parse("", {"run.directory=" + text}).run.directory, text);
+  }
+}
+
+TEST(RunConfig, RefusesFormatsWithoutASign) {
+  const char* expected = "cannot hold negative values";
+  for (const char* key : {"gradients.format", "activations.format", "activations.qkv"}) {
+    expect_error("", expected, {std::string(key) + "=dynamic8-unsigned/256/fp32"});
+    EXPECT_NO_THROW(parse("", {std::string(key) + "=dynamic8/256/fp32"}));
+  }
+}
+
+TEST(RunConfig, RefusesLlama3FactorsThatLeaveNoRamp) {
+  const std::string llama3 = "[model]\nrope_scaling = \"llama3\"\nrope_high_frequency_factor = 4.0\n";
+  const char* expected = "model.rope_low_frequency_factor is ";
+  expect_error(llama3 + "rope_low_frequency_factor = 4.0\n", expected);
+  expect_error(llama3 + "rope_low_frequency_factor = 5.0\n", expected);
+  EXPECT_NO_THROW(parse(llama3 + "rope_low_frequency_factor = 3.9\n"));
+}
+
+TEST(RunConfig, RefusesSizesThatCannotBePlanned) {
+  const std::string huge = "=9007199254740992";
+  for (const char* key : {"model.hidden", "model.feed_forward"}) {
+    expect_error("", "parameters, more than", {key + huge, "model.segments=1"});
+  }
+  for (const char* key : {"train.sequence", "train.micro_batch"}) {
+    expect_error("", "tokens, more than", {key + huge});
+  }
+  expect_error("", "activations, more than", {"train.sequence=50000000", "model.layers=100"});
+  expect_error("", "logits, more than",
+               {"model.loss_chunk" + huge, "train.sequence=1000000", "model.vocabulary=2147483647"});
+  expect_error("", "a step would have", {"train.micro_batches" + huge});
 }
 
 TEST(RunConfig, ExplainsWhatIsNotTomlInOneLineWithItsNumber) {

@@ -1,7 +1,14 @@
 #include "train/run_directory.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <filesystem>
+#include <set>
 #include <utility>
 
 #include "checkpoint/durable_file.h"
@@ -43,30 +50,95 @@ std::string newest_checkpoint(const std::string& run) {
   return checkpoint_directory(checkpoints_of(run), *step);
 }
 
+/// The first name in `run` that a run would write to; empty if there is none.
+std::string name_of_a_run_in(const std::string& run) {
+  for (const char* name : {"config.toml", "checkpoints", "plan.json", "metrics.jsonl", "summary.json"}) {
+    std::error_code error;
+    // The link itself: one that leads nowhere is somebody's too.
+    if (fs::exists(fs::symlink_status(run + "/" + name, error))) return name;
+  }
+  return "";
+}
+
+/// Whether the file is a configuration as runs write it: readable, and with every section. One that a
+/// person wrote to start runs from seldom has them all, and must not be taken for a run's.
+bool is_resolved_config(const std::string& path) {
+  try {
+    load_run_config(path);
+    std::set<std::string> missing;
+    for (const ConfigKey& key : config_keys()) missing.insert(key.section);
+    for (const TomlSection& section : parse_toml(read_text(path, std::size_t{1} << 20), path)) {
+      missing.erase(section.name);
+    }
+    return missing.empty();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 }  // namespace
 
-RunDirectory::RunDirectory(std::string path, RunStart start) : path_(std::move(path)) {
-  const bool holds_run = fs::exists(path_ + "/config.toml") || fs::exists(checkpoints_of(path_));
-  if (start == RunStart::kResume) {
-    check_input(holds_run, "{} holds no run: start one with agoq train CONFIG --set run.directory={}",
-                path_, path_);
+RunDirectory::RunDirectory(std::string path, RunStart start) : path_(std::move(path)), start_(start) {
+  check_start();
+}
+
+RunDirectory::~RunDirectory() {
+  if (lock_ >= 0) ::close(lock_);
+}
+
+void RunDirectory::check_start() const {
+  const std::string found = name_of_a_run_in(path_);
+  if (start_ == RunStart::kResume) {
+    check_input(!found.empty(),
+                "{} holds no run: start one with agoq train CONFIG --set run.directory={}", path_,
+                path_);
     return;
   }
-  check_input(start == RunStart::kOverwrite || !holds_run,
+  if (found.empty()) return;
+  check_input(is_resolved_config(path_ + "/config.toml"),
+              "{} has a {}, but no config.toml that a run wrote: it is not agoq's to replace; choose "
+              "another run.directory",
+              path_, found);
+  check_input(start_ == RunStart::kOverwrite,
               "{} holds a run: go on with it (--resume), remove it (--overwrite), or choose another "
               "run.directory",
               path_);
+}
+
+void RunDirectory::lock() {
   std::error_code error;
-  if (holds_run) {
-    // Only what a run writes: the directory may hold files of the user's.
-    fs::remove_all(checkpoints_of(path_), error);
-    for (const char* name : {"config.toml", "plan.json", "metrics.jsonl", "summary.json"}) {
-      fs::remove(path_ + "/" + name, error);
-    }
-  }
   fs::create_directories(path_, error);
-  check_input(!error && fs::is_directory(path_), "run.directory {} cannot be created: {}", path_,
-              error.message());
+  check_input(!error && fs::is_directory(path_, error), "run.directory {} cannot be created: {}", path_,
+              error ? error.message() : "it is not a folder");
+  const std::string name = path_ + "/run.lock";
+  lock_ = ::open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  const int open_error = errno;
+  check_input(lock_ >= 0, "cannot create '{}': {}; choose a run.directory that can be written to", name,
+              std::strerror(open_error));
+  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+    const int lock_error = errno;
+    check_input(lock_error != EWOULDBLOCK,
+                "{} is in use by another run: wait for its end, or choose another run.directory", path_);
+    // Some network file systems have no locks: there, keeping runs apart is left to the user.
+    check(lock_error == ENOLCK || lock_error == ENOSYS || lock_error == EOPNOTSUPP,
+          "cannot lock '{}': {}; check its file system", name, std::strerror(lock_error));
+  }
+  // A run may have begun since the directory was looked at.
+  check_start();
+}
+
+void RunDirectory::begin(const RunConfig& config, std::string_view plan) const {
+  if (start_ == RunStart::kOverwrite) {
+    remove_checkpoints(checkpoints_of(path_));
+    for (const char* name : {"plan.json", "metrics.jsonl", "summary.json"}) {
+      std::error_code error;
+      fs::remove(path_ + "/" + name, error);
+      check(!error, "cannot remove '{}/{}': {}", path_, name, error.message());
+    }
+    // config.toml is replaced, not removed: after a crash in between --overwrite still knows the run.
+  }
+  write("config.toml", to_toml(config));
+  write("plan.json", plan);
 }
 
 RunConfig RunDirectory::config() const { return load_run_config(path_ + "/config.toml"); }

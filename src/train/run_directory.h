@@ -1,4 +1,7 @@
 // RunDirectory: the files of one run.
+//
+// Invariant: a run that cannot start leaves the directory as it was. What stands in it is removed or
+// replaced by begin() only, when nothing that can fail is left to do, and only if agoq wrote it.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +26,18 @@ enum class RunStart : std::uint8_t {
 
 class RunDirectory {
  public:
-  /// Creates the directory, or checks that it holds a run. Throws Error (kInput) saying what to do.
+  /// Checks that a run can start there in this way; changes nothing. Throws Error (kInput) saying what
+  /// to do.
   RunDirectory(std::string path, RunStart start);
+  ~RunDirectory();
+  RunDirectory(const RunDirectory&) = delete;
+  RunDirectory& operator=(const RunDirectory&) = delete;
+
+  /// Creates the directory if it is absent and keeps it for this run until the object dies. Throws Error
+  /// (kInput) if another run has it.
+  void lock();
+  /// Removes the run that is to be overwritten and writes config.toml and plan.json.
+  void begin(const RunConfig& config, std::string_view plan) const;
 
   /// The run's resolved configuration (config.toml).
   RunConfig config() const;
@@ -42,7 +55,11 @@ class RunDirectory {
   void load_latest_weights(const Context&, const RunConfig& config, const Transformer& model) const;
 
  private:
+  void check_start() const;
+
   std::string path_;
+  RunStart start_;
+  int lock_ = -1;  // descriptor of run.lock
 };
 
 }  // namespace agoq

@@ -199,10 +199,14 @@ void measure_floor(const RunConfig& config, Backend& backend, StepBenchmark& res
 
 }  // namespace
 
-StepBenchmark benchmark_step(const RunConfig& config, Backend& backend,
+StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
                              const StepBenchmarkOptions& options) {
   check_input(options.steps >= 1 && options.warmup_steps >= 0, "--steps is at least 1; {} was given",
               options.steps);
+  // The schedule has no learning rate past train.steps, which need not be as many as are timed.
+  RunConfig config = given;
+  config.run.steps =
+      std::max<std::int64_t>(config.run.steps, std::int64_t{options.warmup_steps} + options.steps + 2);
   const std::optional<DeviceMemory> at_start = backend.device_memory();
   StepBenchmark result;
   result.plan = plan_run(config, backend, 0, false);

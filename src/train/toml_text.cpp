@@ -1,6 +1,8 @@
 #include "train/toml_text.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <sstream>
 #include <toml/parser.hpp>
 #include <toml/serializer.hpp>
@@ -44,7 +46,13 @@ std::string complaint(const toml::exception& error) {
 std::optional<Setting> to_setting(const toml::value& value) {
   if (value.is_boolean()) return value.as_boolean();
   if (value.is_integer()) return static_cast<std::int64_t>(value.as_integer());
-  if (value.is_floating()) return static_cast<double>(value.as_floating());
+  if (value.is_floating()) {
+    const double number = value.as_floating();
+    // What toml11 makes of a literal beyond the range of double.
+    constexpr double kMaximum = std::numeric_limits<double>::max();
+    return std::abs(number) == kMaximum ? std::copysign(std::numeric_limits<double>::infinity(), number)
+                                        : number;
+  }
   if (value.is_string()) return value.as_string().str;
   if (!value.is_array()) return std::nullopt;
   std::vector<std::string> texts;
@@ -56,7 +64,12 @@ std::optional<Setting> to_setting(const toml::value& value) {
 }
 
 TomlValue to_toml_value(const toml::value& value) {
-  return {to_setting(value), one_line(toml::format(value, 1000, 6, false, true))};
+  std::optional<Setting> setting = to_setting(value);
+  const auto* number = setting ? std::get_if<double>(&*setting) : nullptr;
+  if (number != nullptr && std::isinf(*number) && std::isfinite(value.as_floating())) {
+    return {std::move(setting), "a number beyond the range of double"};
+  }
+  return {std::move(setting), one_line(toml::format(value, 1000, 6, false, true))};
 }
 
 // Sections and entries alike.

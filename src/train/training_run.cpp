@@ -116,6 +116,7 @@ std::string to_json(const RunSummary& summary) {
   nlohmann::ordered_json json;
   json["policy"] = summary.policy;
   json["steps"] = summary.steps;
+  json["stopped"] = summary.stopped;
   json["parameters"] = summary.parameters;
   json["training_loss"] = summary.training_loss;
   json["validation_loss"] = summary.validation_loss;
@@ -162,6 +163,7 @@ RunSummary read_summary(const std::string& directory) {
 }
 
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  RunDirectory directory(config.run.directory, options.start);
   const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
   const Dataset data = Dataset::load(config.data);
@@ -172,9 +174,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   const double order1_byte_loss = data.order1_loss();
   const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
   check_fits(plan, config, backend);
-  const RunDirectory directory(config.run.directory, options.start);
-  directory.write("config.toml", to_toml(config));
-  directory.write("plan.json", to_json(plan, config));
+  directory.lock();
 
   RunArenas arenas(backend.allocator(), plan.classes);
   Trainer trainer(config, backend, arenas);
@@ -187,13 +187,17 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   } else {
     trainer.initialise();
   }
+  // What else the first step may refuse: a text that is shorter than a sequence.
+  HostBatch batch;
+  data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
+            config.run.sequence, batch);
+  directory.begin(config, to_json(plan, config));
 
   const StopSignals signals;
   std::ofstream metrics = directory.open_metrics(trainer.step());
   const std::string label(name_of(config.activations.policy));
   Progress progress(label, config.run.steps, config.run.log_every, options.show_progress);
   Speed speed(config.run.steps);
-  HostBatch batch;
   RunSummary summary;
   const auto save = [&] { directory.save(config, trainer, next_sequence); };
 
@@ -233,7 +237,8 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
     if (last || (config.checkpoint.every > 0 && report.step % config.checkpoint.every == 0)) save();
   }
 
-  if (trainer.step() < config.run.steps) {
+  summary.stopped = trainer.step() < config.run.steps;
+  if (summary.stopped) {
     save();
     progress.note(
         fmt::format("stopped by a signal after step {}; go on with: agoq train {}/config.toml --resume",
@@ -254,7 +259,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   if (speed.median_step() > 0) {
     summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / speed.median_step();
   }
-  if (summary.steps == config.run.steps) directory.write("summary.json", to_json(summary));
+  if (!summary.stopped) directory.write("summary.json", to_json(summary));
   return summary;
 }
 

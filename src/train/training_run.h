@@ -1,8 +1,8 @@
 // A training run: the loop around Trainer, with its run directory, progress and checkpoints.
 //
 // Run directory: config.toml (resolved), plan.json, metrics.jsonl (a line per step and validation),
-// checkpoints/step-N/, summary.json. The same configuration, seed and data give the same losses, also
-// across --resume.
+// checkpoints/step-N/, summary.json, and run.lock, which keeps other runs away. The same configuration,
+// seed and data give the same losses, also across --resume.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@ namespace agoq {
 struct RunSummary {
   std::string policy;
   std::int64_t steps = 0;
+  bool stopped = false;  // by a signal, before the last step
   std::int64_t parameters = 0;
   double training_loss = 0;                // of the last step
   double validation_loss = 0;              // nats per token, after the last step
@@ -40,7 +41,7 @@ struct RunOptions {
 };
 
 /// Trains, or goes on from the newest checkpoint. On SIGTERM or SIGINT saves a checkpoint and returns
-/// after the step under way, with summary.steps below config.run.steps.
+/// after the step under way, with summary.stopped set.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

@@ -1,6 +1,7 @@
 // The mean loss over the validation documents.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "data/dataset.h"
@@ -31,6 +32,9 @@ ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunCo
   }
   check_input(result.tokens > 0, "the validation documents hold no target: add text");
   result.loss = sum / static_cast<double>(result.tokens);
+  check(std::isfinite(result.loss),
+        "the loss is {}, so the model's weights hold NaN or infinity: go back to an earlier checkpoint",
+        result.loss);
   return result;
 }
 
