@@ -170,8 +170,9 @@ class Backend {
   /// token_loss[c] = weight[c] * (log sum exp(logits[c]) - logits[c][target[c]]); dlogits (optional) =
   /// the gradient of the sum of token_loss.  logits compute type [C, V]; dlogits [C, V] of any floating
   /// type, and may be logits itself; targets int32 [C]; weights fp32 [C]; token_loss compute type [C].
-  /// Rows of weight 0 have loss 0 and gradient 0. A target outside the vocabulary is refused where the host
-  /// can read it (CPU); elsewhere the row's loss is NaN, for the check of the step, and its gradient 0.
+  /// Rows of weight 0 have loss 0 and gradient 0. A target outside the vocabulary is refused where the
+  /// host can read it (CPU); elsewhere the row's loss is NaN, for the check of the step, and its
+  /// gradient 0.
   virtual void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets,
                              const Tensor& weights, const Tensor& token_loss, const Tensor& dlogits) = 0;
 

@@ -10,8 +10,8 @@ namespace {
 constexpr int kOldestCapability = 80;
 
 // What the free memory of an H200 falls by during a run beside the arenas: kernels that are loaded at
-// their first launch, cuBLASLt's and cuDNN's own memory. 19.7 to 21.4 MiB in six runs of different shapes
-// (CUDA 13.0, cuDNN 9.19; benchmarks/results/2026-11-29-h200-step.json).
+// their first launch, cuBLASLt's and cuDNN's own memory. 19.7 to 21.4 MiB in six runs of different
+// shapes (CUDA 13.0, cuDNN 9.19; benchmarks/results/2026-11-29-h200-step.json).
 constexpr std::size_t kOverheadBytes = std::size_t{22} << 20;
 
 Device look_for_device() {
