@@ -12,22 +12,11 @@
 
 #include "backend/cpu/row_codec.h"
 #include "backend/cpu/storage.h"
+#include "backend/operand_checks.h"
 #include "core/error.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
-
-void check_shapes(std::string_view operation, const Tensor& tensor, const QuantTensor& quantised) {
-  check(tensor.rows() == quantised.rows() && tensor.width() == quantised.width(),
-        "{}: a tensor of shape {} was given for a quantised one of [{}, {}]", operation,
-        tensor.shape.to_string(), quantised.rows(), quantised.width());
-}
-
-void check_counters(std::string_view operation, const Tensor& counters) {
-  check(!counters || (counters.type == ElementType::kInt64 && counters.count() == kQuantCounters),
-        "{}: counters are int64 [{}]; {} {} was given", operation, kQuantCounters,
-        name_of(counters.type), counters.shape.to_string());
-}
 
 [[noreturn]] void refuse(std::string_view operation, ElementType type) {
   fail("{}: fp32, bf16 or fp64 was expected; {} was given", operation, name_of(type));
@@ -122,8 +111,8 @@ Tensor take_rows(const Context& context, ElementType type, std::int64_t width) {
 
 void CpuBackend::quantize(const Context& context, const Tensor& source, const QuantTensor& destination,
                           const RandomKey& key, const Tensor& counters) {
-  check_shapes("quantize", source, destination);
-  check_counters("quantize", counters);
+  expect_same_shape("quantize", source, destination);
+  expect_counters("quantize", counters);
   if (context.workspace.is_measuring()) return;
   switch (source.type) {
     case ElementType::kFp32: return add_counts(encode_rows<float>(source, destination, key), counters);
@@ -135,7 +124,7 @@ void CpuBackend::quantize(const Context& context, const Tensor& source, const Qu
 
 void CpuBackend::dequantize(const Context& context, const QuantTensor& source,
                             const Tensor& destination) {
-  check_shapes("dequantize", destination, source);
+  expect_same_shape("dequantize", destination, source);
   const Arena::Scope scope(context.workspace);
   const bool through_fp32 = destination.type == ElementType::kBf16;
   const Tensor scratch =
@@ -153,8 +142,8 @@ void CpuBackend::dequantize(const Context& context, const QuantTensor& source,
 
 void CpuBackend::accumulate(const Context& context, const Tensor& addend, const QuantTensor& main,
                             const RandomKey& key, const Tensor& counters) {
-  check_shapes("accumulate", addend, main);
-  check_counters("accumulate", counters);
+  expect_same_shape("accumulate", addend, main);
+  expect_counters("accumulate", counters);
   const bool in_fp64 = main.format.code == Code::kFp64;
   const Arena::Scope scope(context.workspace);
   const Tensor scratch =
