@@ -20,30 +20,25 @@ EXAMPLES = HERE.parent.parent / "examples"
 
 
 def run(command):
-    """The last line of JSON that `command` prints, or what went wrong."""
+    """The JSON that `command` prints, as a whole or in its last line, or what went wrong."""
     done = subprocess.run(command, capture_output=True, text=True)
-    for line in reversed(done.stdout.strip().splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
     text = done.stdout.strip()
-    if text.startswith("{") and text.endswith("}"):
-        return json.loads(text)
+    for candidate in (text, *text.splitlines()[-1:]):
+        try:
+            return json.loads(candidate)
+        except json.JSONDecodeError:
+            pass
     return {"error": (done.stderr.strip() or text)[-400:], "status": done.returncode}
 
 
 def run_agoq(agoq, shape, layers, sequence, batch, extra):
     command = [agoq, "bench", "step", str(EXAMPLES / f"{shape}.toml"), "--json"]
     settings = {"model.layers": layers, "train.sequence": sequence, "train.micro_batch": batch,
-                "train.micro_batches": 1, "run.device": "cuda"}
+                "train.micro_batches": 1, "run.device": '"cuda"'}
     for key, value in settings.items():
-        command += ["--set", f"{key}={value}" if not isinstance(value, str) else f'{key}="{value}"']
+        command += ["--set", f"{key}={value}"]
     command += extra
-    done = subprocess.run(command, capture_output=True, text=True)
-    try:
-        result = json.loads(done.stdout)
-    except json.JSONDecodeError:
-        result = {"error": (done.stderr.strip() or done.stdout.strip())[-400:], "status": done.returncode}
-    return {"command": " ".join(command), "result": result}
+    return {"command": " ".join(command), "result": run(command)}
 
 
 def main():
