@@ -120,7 +120,8 @@ void ProfiledBackend::attention_forward(const Context& context, const AttentionS
                                         const Tensor& qkv, const Documents& documents, const Tensor& out,
                                         const Tensor& log_sum_exp) {
   run(context, "attention_forward", of(qkv) + of(out) + of(log_sum_exp),
-      2.0 * pairs(documents, out) * shape.output_width() * 2, [&](const Context& own) {
+      2.0 * pairs(documents, out) * static_cast<double>(shape.output_width()) * 2,
+      [&](const Context& own) {
         backend_.attention_forward(own, shape, qkv, documents, out, log_sum_exp);
       });
 }
@@ -130,7 +131,8 @@ void ProfiledBackend::attention_backward(const Context& context, const Attention
                                          const Tensor& log_sum_exp, const Documents& documents,
                                          const Tensor& dqkv) {
   run(context, "attention_backward", of(dout) + 2 * of(qkv) + of(out) + of(log_sum_exp),
-      2.0 * pairs(documents, out) * shape.output_width() * 5, [&](const Context& own) {
+      2.0 * pairs(documents, out) * static_cast<double>(shape.output_width()) * 5,
+      [&](const Context& own) {
         backend_.attention_backward(own, shape, dout, qkv, out, log_sum_exp, documents, dqkv);
       });
 }
