@@ -2,7 +2,7 @@
 // where the build has it, everything else to kernels of this folder.
 //
 // Tensors are FP32 or BF16, the compute type is FP32. Given the same input, quantised bytes are the CPU
-// backend's; floats agree within the tolerances of backend/cuda_agreement_test.cpp.
+// backend's; floats agree within the tolerances of backend/cuda_*_test.cpp.
 //
 // Operations are queued on the context's stream (cudaStream_t; null is the default stream) and return
 // at once; `read` waits. A measuring context needs no GPU: operations take their workspace and return,
