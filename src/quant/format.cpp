@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstddef>
 #include <limits>
 
 #include "core/error.h"
@@ -49,17 +50,52 @@ std::vector<std::string> valid_texts() {
   return texts;
 }
 
-std::string nearest_text(std::string_view text) {
-  std::string nearest;
+/// The first `count` of the parts that slashes divide a format's text into.
+std::string_view first_parts(std::string_view text, std::ptrdiff_t count) {
+  std::size_t end = text.find('/');
+  while (--count > 0 && end != std::string_view::npos) end = text.find('/', end + 1);
+  return text.substr(0, end);
+}
+
+std::string either(const std::vector<std::string>& texts) {
+  std::string joined;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const char* separator = i == 0 ? "" : i + 1 == texts.size() ? " or " : ", ";
+    joined += separator + texts[i];
+  }
+  return joined;
+}
+
+/// What `text` may have been meant to be. Of formats only as many parts are compared as `text` has, so
+/// that one which is cut short (nf4/32) is completed and not taken for another (bf16).
+std::string suggestion(std::string_view text) {
+  constexpr std::size_t kMost = 3;
+  const std::ptrdiff_t parts = 1 + std::count(text.begin(), text.end(), '/');
+  const std::vector<std::string> valid = valid_texts();
+  std::string_view nearest;
   int least = std::numeric_limits<int>::max();
-  for (std::string& candidate : valid_texts()) {
-    const int distance = edit_distance(text, candidate);
+  for (const std::string& candidate : valid) {
+    const std::string_view begin = first_parts(candidate, parts);
+    const int distance = edit_distance(text, begin);
     if (distance < least) {
       least = distance;
-      nearest = std::move(candidate);
+      nearest = begin;
     }
   }
-  return nearest;
+  std::vector<std::string> completions;
+  for (const std::string& candidate : valid) {
+    if (candidate == nearest) return fmt::format("'{}'", candidate);
+    const bool completes = candidate.starts_with(nearest) && candidate[nearest.size()] == '/';
+    if (completes && !candidate.ends_with("/stochastic")) {
+      completions.push_back(fmt::format("'{}'", candidate));
+    }
+  }
+  if (completions.size() <= kMost) return either(completions);
+  std::vector<std::string> blocks, scales;
+  for (const int block : kBlocks) blocks.push_back(std::to_string(block));
+  for (const ScaleType scale : kBlockScales) scales.emplace_back(name_of(scale));
+  return fmt::format("'{}/BLOCK/SCALE' with a block of {} and a scale {}", nearest, either(blocks),
+                     either(scales));
 }
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
@@ -180,8 +216,8 @@ QuantFormat parse_format(std::string_view text) {
   if (read_format(split(text, '/'), format)) return format;
   fail_input(
       "a format `code/block/scale[/stochastic]`, an exact type or a name was expected; '{}' came: "
-      "did you mean '{}'? (`agoq formats` lists them)",
-      text, nearest_text(text));
+      "did you mean {}? (`agoq formats` lists them)",
+      text, suggestion(text));
 }
 
 const std::vector<NamedFormat>& named_formats() {

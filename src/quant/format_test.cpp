@@ -60,6 +60,18 @@ TEST(Format, ErrorsSuggestTheNearestText) {
   EXPECT_NE(error_of("int8/32/bf16/stochastik").find("'int8/32/bf16/stochastic'"), std::string::npos);
 }
 
+TEST(Format, ErrorsCompleteWhatIsCutShort) {
+  const char* all = "did you mean 'nf4/32/fp32', 'nf4/32/bf16' or 'nf4/32/two-level'?";
+  EXPECT_NE(error_of("nf4/32").find(all), std::string::npos) << error_of("nf4/32");
+  EXPECT_NE(error_of("nf5/32").find(all), std::string::npos) << error_of("nf5/32");
+  EXPECT_NE(error_of("nf4").find("did you mean 'nf4/BLOCK/SCALE' with a block of 16, 32, 64, 128 or 256 "
+                                 "and a scale fp32, bf16 or two-level?"),
+            std::string::npos)
+      << error_of("nf4");
+  EXPECT_NE(error_of("dynamic8/256").find("'dynamic8/256/fp32'"), std::string::npos);
+  EXPECT_NE(error_of("ago").find("did you mean 'agoq'?"), std::string::npos) << error_of("ago");
+}
+
 TEST(Format, RefusesWhatIsNotAFormat) {
   for (const std::string_view text :
        {"", "/", "nf4", "nf4/32", "nf4/32/none", "nf4/0/fp32", "nf4/-32/fp32", "nf4/32x/fp32",
