@@ -259,12 +259,46 @@ TEST_F(TinyRuns, ARunThatCannotStartLeavesTheOldOneAsItWas) {
 #endif
   expect_bad_input(train("--resume"), "raise train.steps");
   expect_bad_input(train("--resume --set train.steps=4 --set model.feed_forward=64"), "feed_forward");
-  expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "keeps its seed");
+  expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "run.seed is 1 in");
   expect_bad_input(train(), "--overwrite");
   EXPECT_TRUE(content("run") == before);
   EXPECT_EQ(run("eval " + path("run")).status, 0);
   EXPECT_EQ(run(train("--resume --json --set train.steps=4")).status, 0);
   EXPECT_EQ(run(train("--overwrite --json")).status, 0);
+}
+
+TEST_F(TinyRuns, AResumedRunKeepsItsStreamAndItsStateAndTellsWhatElseChanged) {
+  train_once();
+  const auto before = content("run");
+  for (const char* setting :
+       {"train.sequence=16", "train.micro_batch=2", "train.micro_batches=2", "data.holdout_every=10",
+        "data.holdout_index=3", "data.document_attention=false", "run.seed=7", "gradients.format=fp32",
+        "optimizer.moments_8bit=false", "optimizer.master=fp32", "optimizer.beta1=0.8",
+        "model.rope_theta=500"}) {
+    const std::string key(setting, std::strchr(setting, '='));
+    expect_bad_input(train(fmt::format("--resume --set train.steps=4 --set {}", setting)),
+                     fmt::format("{} is ", key));
+  }
+  const std::string other = path("text/00.txt");
+  expect_bad_input(train("--resume --set train.steps=4 --set data.paths=" + other),
+                   fmt::format("data.paths is [\"{}\"] in {} and [\"{}\"] now", path("text"),
+                               path("run/config.toml"), other));
+  EXPECT_TRUE(content("run") == before);
+
+  const Outcome resumed =
+      run(train("--resume --json --set train.steps=4 --set optimizer.learning_rate=1e-4 --set "
+                "activations.policy=keep --set activations.qkv=bf16 --set checkpoint.every=2"));
+  EXPECT_EQ(resumed.status, 0);
+  EXPECT_EQ(resumed.error,
+            "changed: train.steps 2 -> 4\n"
+            "changed: optimizer.learning_rate 0.0003 -> 0.0001\n"
+            "changed: activations.policy \"agoq\" -> \"keep\"\n"
+            "changed: activations.qkv \"policy\" -> \"bf16\"\n"
+            "changed: checkpoint.every 0 -> 2\n");
+  // What it was resumed with is what the next resumption is held against.
+  EXPECT_EQ(run(train("--resume --json --set train.steps=5")).status, 0);
+  std::filesystem::remove(path("run/config.toml"));
+  expect_bad_input(train("--resume --set train.steps=6"), "config.toml is missing");
 }
 
 TEST_F(TinyRuns, LeavesAloneWhatNoRunWrote) {

@@ -173,6 +173,12 @@ ConfigKey format(std::string_view section, std::string_view name, Access<QuantFo
           }};
 }
 
+// Without it a key is fixed: a new one stays as it was until somebody has thought about it.
+ConfigKey may_change(ConfigKey key) {
+  key.may_change_on_resume = true;
+  return key;
+}
+
 // Not an Access: which array element a key sets is data.
 ConfigKey role_format(std::string_view name, SlotRole role, std::string_view what) {
   const auto index = static_cast<std::size_t>(role);
@@ -258,9 +264,9 @@ std::vector<ConfigKey> make_keys() {
       integer<std::int64_t>(
           "model", "segments", [](C& c) -> auto& { return c.model.segments; }, 1, 65536,
           "parts into which tensor parallelism may cut a row; blocks restart in each"),
-      integer<std::int64_t>(
+      may_change(integer<std::int64_t>(
           "model", "loss_chunk", [](C& c) -> auto& { return c.model.loss_chunk; }, 1, kLargest,
-          "tokens whose logits exist at once"),
+          "tokens whose logits exist at once")),
       real(
           "model", "initial_deviation", [](C& c) -> auto& { return c.model.initial_deviation; },
           kPositive, "standard deviation of initial weights"),
@@ -281,9 +287,9 @@ std::vector<ConfigKey> make_keys() {
           "data", "document_attention", [](C& c) -> auto& { return c.data.document_attention; },
           "tokens attend within their document only; false: across the whole sequence"),
 
-      integer<std::int64_t>(
+      may_change(integer<std::int64_t>(
           "train", "steps", [](C& c) -> auto& { return c.run.steps; }, 1,
-          std::numeric_limits<std::int32_t>::max(), "optimizer steps"),
+          std::numeric_limits<std::int32_t>::max(), "optimizer steps")),
       integer<std::int64_t>(
           "train", "sequence", [](C& c) -> auto& { return c.run.sequence; }, 1, kLargest,
           "tokens of a sequence"),
@@ -293,46 +299,46 @@ std::vector<ConfigKey> make_keys() {
       integer<std::int64_t>(
           "train", "micro_batches", [](C& c) -> auto& { return c.run.micro_batches; }, 1, kLargest,
           "micro-batches of a step"),
-      integer<std::int64_t>(
+      may_change(integer<std::int64_t>(
           "train", "validate_every", [](C& c) -> auto& { return c.run.validate_every; }, 0, kLargest,
-          "steps between validations; 0: after the last step only"),
-      integer<std::int64_t>(
+          "steps between validations; 0: after the last step only")),
+      may_change(integer<std::int64_t>(
           "train", "validation_batches", [](C& c) -> auto& { return c.run.validation_batches; }, 0,
-          kLargest, "micro-batches of one validation; 0: every validation token"),
+          kLargest, "micro-batches of one validation; 0: every validation token")),
 
-      real(
+      may_change(real(
           "optimizer", "learning_rate", [](C& c) -> auto& { return c.optimizer.learning_rate; },
-          kPositive, "peak learning rate of AdamW"),
-      choice<ScheduleKind>(
+          kPositive, "peak learning rate of AdamW")),
+      may_change(choice<ScheduleKind>(
           "optimizer", "schedule", [](C& c) -> auto& { return c.optimizer.schedule; },
           {{"cosine", ScheduleKind::kCosine},
            {"linear", ScheduleKind::kLinear},
            {"warmup-stable-decay", ScheduleKind::kWarmupStableDecay}},
-          "shape of the learning rate after warm-up"),
-      integer<std::int64_t>(
+          "shape of the learning rate after warm-up")),
+      may_change(integer<std::int64_t>(
           "optimizer", "warmup_steps", [](C& c) -> auto& { return c.optimizer.warmup_steps; }, 0,
-          kLargest, "steps of linear warm-up"),
-      integer<std::int64_t>(
+          kLargest, "steps of linear warm-up")),
+      may_change(integer<std::int64_t>(
           "optimizer", "decay_steps", [](C& c) -> auto& { return c.optimizer.decay_steps; }, 0, kLargest,
-          "warmup-stable-decay: steps of the final decay"),
-      real(
+          "warmup-stable-decay: steps of the final decay")),
+      may_change(real(
           "optimizer", "final_fraction", [](C& c) -> auto& { return c.optimizer.final_fraction; },
-          kFraction, "share of the peak learning rate at the last step"),
+          kFraction, "share of the peak learning rate at the last step")),
       real(
           "optimizer", "beta1", [](C& c) -> auto& { return c.optimizer.beta1; }, kBelowOne,
           "decay of the first moment"),
       real(
           "optimizer", "beta2", [](C& c) -> auto& { return c.optimizer.beta2; }, kBelowOne,
           "decay of the second moment"),
-      real(
+      may_change(real(
           "optimizer", "epsilon", [](C& c) -> auto& { return c.optimizer.epsilon; }, kPositive,
-          "added to the root of the second moment"),
-      real(
+          "added to the root of the second moment")),
+      may_change(real(
           "optimizer", "weight_decay", [](C& c) -> auto& { return c.optimizer.weight_decay; },
-          kNotNegative, "decoupled decay of matrices; vectors have none"),
-      real(
+          kNotNegative, "decoupled decay of matrices; vectors have none")),
+      may_change(real(
           "optimizer", "clip_norm", [](C& c) -> auto& { return c.optimizer.clip_norm; }, kNotNegative,
-          "largest global gradient norm; 0: no clipping"),
+          "largest global gradient norm; 0: no clipping")),
       boolean(
           "optimizer", "moments_8bit", [](C& c) -> auto& { return c.optimizer.moments_8bit; },
           "block-wise 8-bit moments; false: FP32"),
@@ -343,58 +349,58 @@ std::vector<ConfigKey> make_keys() {
            {"remainder", MasterKind::kRemainder}},
           "master weights of a bf16 model; remainder: 16 bits that make bf16 an FP32"),
 
-      choice<SavePolicy>(
+      may_change(choice<SavePolicy>(
           "activations", "policy", [](C& c) -> auto& { return c.activations.policy; },
           {{"keep", SavePolicy::kKeep},
            {"exact", SavePolicy::kExact},
            {"agoq", SavePolicy::kAgoq},
            {"recompute", SavePolicy::kRecompute},
            {"uniform", SavePolicy::kUniform}},
-          "what is saved from forward to backward"),
-      format(
+          "what is saved from forward to backward")),
+      may_change(format(
           "activations", "format", [](C& c) -> auto& { return c.activations.format; },
-          "format of what the policies agoq and uniform quantise"),
-      role_format("norm_input", SlotRole::kNormInput, "the inputs of norms"),
-      role_format("norm_output", SlotRole::kNormOutput, "the outputs of norms"),
-      role_format("qkv", SlotRole::kQkv, "queries, keys and values"),
-      role_format("attention_output", SlotRole::kAttentionOutput, "the output of attention"),
-      role_format("gate_up", SlotRole::kGateUp, "the gate and up projections"),
-      role_format("mlp_hidden", SlotRole::kMlpHidden, "the input of the down projection"),
-      boolean(
+          "format of what the policies agoq and uniform quantise")),
+      may_change(role_format("norm_input", SlotRole::kNormInput, "the inputs of norms")),
+      may_change(role_format("norm_output", SlotRole::kNormOutput, "the outputs of norms")),
+      may_change(role_format("qkv", SlotRole::kQkv, "queries, keys and values")),
+      may_change(role_format("attention_output", SlotRole::kAttentionOutput, "the output of attention")),
+      may_change(role_format("gate_up", SlotRole::kGateUp, "the gate and up projections")),
+      may_change(role_format("mlp_hidden", SlotRole::kMlpHidden, "the input of the down projection")),
+      may_change(boolean(
           "activations", "keep_rstd", [](C& c) -> auto& { return c.activations.keep_rstd; },
-          "exact and agoq: keep the rstd of norms; false: recompute it"),
-      integer<std::int64_t>(
+          "exact and agoq: keep the rstd of norms; false: recompute it")),
+      may_change(integer<std::int64_t>(
           "activations", "recompute_layers",
           [](C& c) -> auto& { return c.activations.recompute_layers; }, 0, 100000,
-          "first layers that keep their input only and run again in backward"),
+          "first layers that keep their input only and run again in backward")),
 
       format(
           "gradients", "format", [](C& c) -> auto& { return c.gradients.format; },
           "format of the main gradients of matrices"),
 
-      integer<std::int64_t>(
+      may_change(integer<std::int64_t>(
           "checkpoint", "every", [](C& c) -> auto& { return c.checkpoint.every; }, 0, kLargest,
-          "steps between checkpoints; 0: after the last step only"),
-      integer<std::int64_t>(
+          "steps between checkpoints; 0: after the last step only")),
+      may_change(integer<std::int64_t>(
           "checkpoint", "keep", [](C& c) -> auto& { return c.checkpoint.keep; }, 1, kLargest,
-          "newest checkpoints that stay"),
+          "newest checkpoints that stay")),
 
-      text(
+      may_change(text(
           "run", "directory", [](C& c) -> auto& { return c.run.directory; },
-          "where the run writes, relative to the working directory"),
-      choice<BackendKind>(
+          "where the run writes, relative to the working directory")),
+      may_change(choice<BackendKind>(
           "run", "device", [](C& c) -> auto& { return c.run.device; },
           {{"cpu", BackendKind::kCpu}, {"cuda", BackendKind::kCuda}},
-          "what computes: the CPU or an NVIDIA GPU"),
+          "what computes: the CPU or an NVIDIA GPU")),
       integer<std::uint64_t>(
           "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
           "of weights, data order and stochastic rounding"),
-      integer<std::int64_t>(
+      may_change(integer<std::int64_t>(
           "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
-          "CPU threads; 0: one per processor"),
-      integer<std::int64_t>(
+          "CPU threads; 0: one per processor")),
+      may_change(integer<std::int64_t>(
           "run", "log_every", [](C& c) -> auto& { return c.run.log_every; }, 1, kLargest,
-          "steps between lines of progress"),
+          "steps between lines of progress")),
   };
 }
 

@@ -38,4 +38,11 @@ void Progress::note(const std::string& text) {
   std::fflush(stdout);
 }
 
+void print_notice(const std::string& text) {
+  // Not fmt::print, which throws where stderr is closed.
+  const std::string line = text + "\n";
+  std::fflush(stdout);
+  std::fwrite(line.data(), 1, line.size(), stderr);
+}
+
 }  // namespace agoq

@@ -1,8 +1,10 @@
 // One line of progress: step, loss, speed and time left. On a terminal it is rewritten in place;
-// elsewhere a line is printed every `log_every` steps.
+// elsewhere a line is printed every `log_every` steps. What a user has to know whatever is printed goes
+// to stderr (print_notice), so that stdout holds results only.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace agoq {
@@ -28,5 +30,10 @@ class Progress {
   bool terminal_;
   bool line_open_ = false;
 };
+
+/// Takes a line that the user has to know.
+using Notice = std::function<void(const std::string&)>;
+/// On stderr.
+void print_notice(const std::string& text);
 
 }  // namespace agoq

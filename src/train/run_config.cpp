@@ -304,6 +304,22 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   return parse_run_config(text, path, overrides);
 }
 
+std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunConfig& now,
+                                           const std::string& name) {
+  std::vector<std::string> changes;
+  for (const ConfigKey& key : config_keys()) {
+    const std::string before = std::visit(TomlText{}, key.get(trained));
+    const std::string after = std::visit(TomlText{}, key.get(now));
+    if (before == after) continue;
+    check_input(key.may_change_on_resume,
+                "{} is {} in {} and {} now: the data stream or the saved state depends on it, so a "
+                "resumed run keeps it; set it back, or start a new run in another run.directory",
+                key.full_name(), printable(before), name, printable(after));
+    changes.push_back(fmt::format("{} {} -> {}", key.full_name(), printable(before), printable(after)));
+  }
+  return changes;
+}
+
 std::string to_toml(const RunConfig& config) {
   std::string text;
   std::string section;

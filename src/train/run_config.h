@@ -68,6 +68,8 @@ struct ConfigKey {
   std::function<Setting(const RunConfig&)> get;
   /// False when the value is not an allowed one; it holds the alternative that get() returns.
   std::function<bool(RunConfig&, const Setting&)> set;
+  /// False: the data stream or the meaning of the saved state depends on it.
+  bool may_change_on_resume = false;
 
   std::string full_name() const { return section + "." + name; }
 };
@@ -81,6 +83,12 @@ RunConfig parse_run_config(std::string_view toml, const std::string& name,
                            const std::vector<std::string>& overrides = {});
 /// parse_run_config of the file at `path`.
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {});
+
+/// The settings in which a run that is resumed differs from what it was trained with: "KEY OLD -> NEW",
+/// in the order of the keys. `name` says where `trained` stands. Throws Error (kInput) for one that
+/// may not change.
+std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunConfig& now,
+                                           const std::string& name);
 
 /// All settings as TOML, each under its description.
 std::string to_toml(const RunConfig& config);

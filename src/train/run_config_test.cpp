@@ -181,6 +181,38 @@ TEST(RunConfig, RefusesKeysThatDoNotFitTogether) {
                "optimizer.decay_steps is 41, but 40 of 100 steps remain");
 }
 
+TEST(RunConfig, NamesTheSettingsThatAResumedRunChangedAndRefusesThoseThatItMayNot) {
+  const RunConfig trained;
+  EXPECT_TRUE(changes_on_resume(trained, trained, "run/config.toml").empty());
+  for (const ConfigKey& key : config_keys()) {
+    SCOPED_TRACE(key.full_name());
+    RunConfig now;
+    ASSERT_TRUE(key.set(now, another(key, now)));
+    if (key.may_change_on_resume) {
+      const std::vector<std::string> changes = changes_on_resume(trained, now, "run/config.toml");
+      ASSERT_EQ(changes.size(), 1u);
+      EXPECT_EQ(changes[0].rfind(key.full_name() + " ", 0), 0u) << changes[0];
+      continue;
+    }
+    // What makes the stream and the state; a setting that only looks on is in none of these.
+    EXPECT_TRUE((std::set<std::string>{"model", "data", "train", "optimizer", "gradients", "run"})
+                    .contains(key.section));
+    try {
+      changes_on_resume(trained, now, "run/config.toml");
+      ADD_FAILURE() << "it may change";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      const std::string text = error.what();
+      EXPECT_EQ(text.rfind(key.full_name() + " is ", 0), 0u) << text;
+      EXPECT_EQ(text.find('\n'), std::string::npos) << text;
+    }
+  }
+  RunConfig more_steps;
+  more_steps.run.steps = 200;
+  EXPECT_EQ(changes_on_resume(trained, more_steps, "c"),
+            std::vector<std::string>{"train.steps 100 -> 200"});
+}
+
 TEST(RunConfig, RefusesNumbersBeyondTheRangeOfDouble) {
   const char* beyond = "optimizer.learning_rate must be a number above 0, not a number beyond the range";
   expect_error("[optimizer]\nlearning_rate = 1e400\n", beyond);

@@ -105,6 +105,18 @@ void RunDirectory::check_start() const {
               path_);
 }
 
+std::vector<std::string> RunDirectory::check_settings(const RunConfig& now) const {
+  if (start_ != RunStart::kResume) return {};
+  const std::string name = path_ + "/config.toml";
+  std::error_code error;
+  check_input(
+      fs::exists(name, error),
+      "{} is missing, so that nothing says how the run was trained: copy it back, or start a new "
+      "run in another run.directory",
+      name);
+  return changes_on_resume(config(), now, name);
+}
+
 void RunDirectory::lock() {
   std::error_code error;
   fs::create_directories(path_, error);

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "train/run_config.h"
 
@@ -33,6 +34,9 @@ class RunDirectory {
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
+  /// What differs from the settings of the run that is to be resumed (changes_on_resume); nothing for
+  /// one that starts. Throws Error (kInput) for a setting that may not change.
+  std::vector<std::string> check_settings(const RunConfig& config) const;
   /// Creates the directory if it is absent and keeps it for this run until the object dies. Throws Error
   /// (kInput) if another run has it.
   void lock();

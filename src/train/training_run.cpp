@@ -164,6 +164,7 @@ RunSummary read_summary(const std::string& directory) {
 
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
   RunDirectory directory(config.run.directory, options.start);
+  const std::vector<std::string> changes = directory.check_settings(config);
   const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
   const Dataset data = Dataset::load(config.data);
@@ -191,6 +192,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   HostBatch batch;
   data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
             config.run.sequence, batch);
+  for (const std::string& change : changes) options.notice("changed: " + change);
   directory.begin(config, to_json(plan, config));
 
   const StopSignals signals;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "backend/backend.h"
+#include "train/progress.h"
 #include "train/run_config.h"
 #include "train/run_directory.h"
 
@@ -38,6 +39,8 @@ struct RunSummary {
 struct RunOptions {
   RunStart start = RunStart::kNew;
   bool show_progress = true;
+  /// Gets a line for each setting that changed on resume, and for each checkpoint that was skipped.
+  Notice notice = print_notice;
 };
 
 /// Trains, or goes on from the newest checkpoint. On SIGTERM or SIGINT saves a checkpoint and returns
