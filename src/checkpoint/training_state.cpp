@@ -70,6 +70,17 @@ void for_each_entry(const std::string& directory, Visit visit) {
   for (const fs::path& path : paths) visit(path);
 }
 
+/// The steps that something in `checkpoints` is named after, whole checkpoint or not, ascending.
+std::vector<std::int64_t> named_steps(const std::string& checkpoints) {
+  std::vector<std::int64_t> steps;
+  for_each_entry(checkpoints, [&](const fs::path& path) {
+    const std::optional<std::int64_t> step = step_of(path.filename().string());
+    if (step) steps.push_back(*step);
+  });
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
 void remove_tree(const std::string& path) {
   std::error_code error;
   fs::remove_all(path, error);
@@ -168,6 +179,14 @@ TrainingPosition position_in(const SafetensorsReader& state) {
   return position;
 }
 
+/// Somebody may have renamed or copied a directory, and its name decides which checkpoint is the newest.
+void check_name(const std::string& directory, const TrainingPosition& position) {
+  const std::optional<std::int64_t> named = step_of(fs::path(directory).filename().string());
+  check_input(!named || *named == position.step,
+              "'{}' holds the state after step {}: rename it to {}{}, or remove it", directory,
+              position.step, kPrefix, position.step);
+}
+
 void check_meaning(const SafetensorsReader& state, const TrainingSubject& subject) {
   // In the order of the subject: the first difference is named, and how many there are.
   std::string first;
@@ -192,24 +211,45 @@ std::string checkpoint_directory(const std::string& checkpoints, std::int64_t st
   return (fs::path(checkpoints) / fmt::format("{}{}", kPrefix, step)).string();
 }
 
-std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints) {
-  std::vector<std::int64_t> steps;
-  for_each_entry(checkpoints, [&](const fs::path& path) {
-    const std::optional<std::int64_t> step = step_of(path.filename().string());
-    // A directory that somebody copied in part has the name and not the files.
+std::string defect_of_checkpoint(const std::string& directory) {
+  for (const char* name : {kConfigFile, kModelFile, kStateFile}) {
     std::error_code error;
-    if (step && fs::exists(path / kConfigFile, error) && fs::exists(path / kModelFile, error) &&
-        fs::exists(path / kStateFile, error)) {
-      steps.push_back(*step);
+    if (!fs::exists(fs::path(directory) / name, error)) {
+      return fmt::format("{} is missing", name);
     }
+  }
+  try {
+    const HuggingFaceModel model(directory);
+    position_in(SafetensorsReader((fs::path(directory) / kStateFile).string()));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints) {
+  std::vector<std::int64_t> steps = named_steps(checkpoints);
+  std::erase_if(steps, [&](std::int64_t step) {
+    return !defect_of_checkpoint(checkpoint_directory(checkpoints, step)).empty();
   });
-  std::sort(steps.begin(), steps.end());
   return steps;
 }
 
+std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints,
+                                              std::vector<std::string>& skipped) {
+  const std::vector<std::int64_t> steps = named_steps(checkpoints);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    const std::string directory = checkpoint_directory(checkpoints, *step);
+    const std::string defect = defect_of_checkpoint(directory);
+    if (defect.empty()) return *step;
+    skipped.push_back(fmt::format("checkpoint {}: {}", directory, defect));
+  }
+  return std::nullopt;
+}
+
 std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints) {
-  const std::vector<std::int64_t> steps = checkpoint_steps(checkpoints);
-  return steps.empty() ? std::nullopt : std::optional(steps.back());
+  std::vector<std::string> skipped;
+  return latest_checkpoint(checkpoints, skipped);
 }
 
 void remove_checkpoints(const std::string& checkpoints) {
@@ -291,7 +331,10 @@ void write_checkpoint(const Context& context, const std::string& checkpoints,
 }
 
 TrainingPosition read_training_position(const std::string& directory) {
-  return position_in(SafetensorsReader((fs::path(directory) / kStateFile).string()));
+  const TrainingPosition position =
+      position_in(SafetensorsReader((fs::path(directory) / kStateFile).string()));
+  check_name(directory, position);
+  return position;
 }
 
 TrainingPosition read_checkpoint(const Context& context, const std::string& directory,
@@ -311,6 +354,7 @@ TrainingPosition read_checkpoint(const Context& context, const std::string& dire
   }
   const SafetensorsReader state((fs::path(directory) / kStateFile).string());
   const TrainingPosition position = position_in(state);
+  check_name(directory, position);
   check_meaning(state, subject);
   const std::vector<StateTensor> tensors = state_tensors(subject);
   for (const StateTensor& tensor : tensors) state.entry(tensor.name, tensor.type, tensor.shape);

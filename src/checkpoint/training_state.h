@@ -48,9 +48,14 @@ struct TrainingSubject {
 
 /// The directory of a checkpoint: `checkpoints`/step-N.
 std::string checkpoint_directory(const std::string& checkpoints, std::int64_t step);
+/// Why `directory` is no whole checkpoint: a file is missing, cut short or not what it should be; empty
+/// if it is one. Headers and sizes are looked at, tensors are not read.
+std::string defect_of_checkpoint(const std::string& directory);
 /// The steps of all whole checkpoints in `checkpoints`, ascending; empty if the directory is absent.
 std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints);
-/// The last of them.
+/// The last of them. Each later one that is not whole is named, with its defect, in a text in `skipped`.
+std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints,
+                                              std::vector<std::string>& skipped);
 std::optional<std::int64_t> latest_checkpoint(const std::string& checkpoints);
 /// Removes all checkpoints, whole or not, and then `checkpoints` itself if nothing else is in it.
 void remove_checkpoints(const std::string& checkpoints);
@@ -64,7 +69,8 @@ void remove_unfinished_checkpoints(const std::string& checkpoints);
 void write_checkpoint(const Context&, const std::string& checkpoints, const TrainingSubject& subject,
                       const TrainingPosition& position, std::int64_t keep, const std::string& version);
 
-/// Where the run of a checkpoint stood, without reading its state.
+/// Where the run of a checkpoint stood, without reading its state. Throws Error (kInput), as
+/// read_checkpoint does, if `directory` is named after another step.
 TrainingPosition read_training_position(const std::string& directory);
 
 /// Fills weights, masters and moments from a checkpoint. Throws Error (kInput), before anything is

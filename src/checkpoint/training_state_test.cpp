@@ -284,6 +284,49 @@ TEST_F(TrainingState, RefusesABrokenState) {
   EXPECT_NE(error_of_reading(trainee, 1).find("state.safetensors"), std::string::npos);
 }
 
+TEST_F(TrainingState, SkipsWhatIsNotWholeAndSaysWhy) {
+  Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
+  trainee.initialise();
+  const auto file = [&](std::int64_t step, const char* name) {
+    return fs::path(checkpoint_directory(checkpoints_, step)) / name;
+  };
+  for (const std::int64_t step : {1, 2, 3, 4, 5, 6}) write(trainee, step);
+  fs::remove(file(6, "model.safetensors"));
+  fs::resize_file(file(5, "model.safetensors"), fs::file_size(file(5, "model.safetensors")) - 1);
+  fs::resize_file(file(4, "state.safetensors"), fs::file_size(file(4, "state.safetensors")) + 1);
+  write_durably(file(3, "config.json").string(), "{");
+  std::vector<std::string> skipped;
+  EXPECT_EQ(latest_checkpoint(checkpoints_, skipped), 2);
+  ASSERT_EQ(skipped.size(), 4u);
+  const std::vector<std::pair<const char*, const char*>> expected{
+      {"step-6: ", "model.safetensors is missing"},
+      {"step-5: ", "cut short"},
+      {"step-4: ", "state.safetensors"},
+      {"step-3: ", "config.json"}};
+  for (std::size_t i = 0; i < skipped.size(); ++i) {
+    for (const char* text : {expected[i].first, expected[i].second}) {
+      EXPECT_NE(skipped[i].find(text), std::string::npos) << skipped[i];
+    }
+    EXPECT_EQ(skipped[i].find('\n'), std::string::npos) << skipped[i];
+  }
+  EXPECT_EQ(checkpoint_steps(checkpoints_), (std::vector<std::int64_t>{1, 2}));
+  // They neither stand in the way of the run that goes on nor count among those that are kept.
+  write(trainee, 3, 2);
+  EXPECT_EQ(checkpoint_steps(checkpoints_), (std::vector<std::int64_t>{2, 3}));
+  write(trainee, 5, 2);
+  EXPECT_EQ(checkpoint_steps(checkpoints_), (std::vector<std::int64_t>{3, 5}));
+}
+
+TEST_F(TrainingState, RefusesADirectoryThatIsNamedAfterAnotherStep) {
+  Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
+  trainee.initialise();
+  write(trainee, 4);
+  fs::rename(checkpoint_directory(checkpoints_, 4), checkpoint_directory(checkpoints_, 9));
+  EXPECT_NE(error_of_reading(trainee, 9).find("holds the state after step 4: rename it to step-4"),
+            std::string::npos);
+  EXPECT_THROW(read_training_position(checkpoint_directory(checkpoints_, 9)), Error);
+}
+
 TEST_F(TrainingState, WritesTheSameBytesForTheSameState) {
   Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
   trainee.initialise();

@@ -301,6 +301,39 @@ TEST_F(TinyRuns, AResumedRunKeepsItsStreamAndItsStateAndTellsWhatElseChanged) {
   expect_bad_input(train("--resume --set train.steps=6"), "config.toml is missing");
 }
 
+TEST_F(TinyRuns, SaysWhichCheckpointItSkippedAndWhy) {
+  ASSERT_EQ(run(train("--json --set checkpoint.every=1")).status, 0);
+  const std::string newest = path("run/checkpoints/step-2");
+  std::filesystem::resize_file(newest + "/state.safetensors", 2000);
+  const auto expect_notice = [&](const Outcome& outcome, const std::string& why) {
+    EXPECT_EQ(outcome.status, 0) << outcome.error;
+    EXPECT_EQ(outcome.error.rfind("skipped checkpoint " + newest + ": ", 0), 0u) << outcome.error;
+    EXPECT_NE(outcome.error.find(why), std::string::npos) << outcome.error;
+    EXPECT_NE(outcome.error.find("; " + path("run/checkpoints/step-1") + " is taken"), std::string::npos)
+        << outcome.error;
+    EXPECT_EQ(outcome.error.find('\n'), outcome.error.size() - 1) << outcome.error;
+  };
+  expect_notice(run("eval " + path("run")), "state.safetensors' is not a whole safetensors file");
+  std::filesystem::remove(newest + "/model.safetensors");
+  expect_notice(run("generate --tokens 1 " + path("run")), "model.safetensors is missing");
+  expect_notice(run(train("--resume --json --set checkpoint.every=1")), "model.safetensors is missing");
+  EXPECT_EQ(run("eval " + path("run")).error, "") << "the resumed run wrote step 2 again";
+  for (const char* step : {"step-1", "step-2"}) {
+    std::filesystem::remove(path("run/checkpoints/") + step + "/config.json");
+  }
+  expect_bad_input("eval " + path("run"), "holds no whole checkpoint; the newest is checkpoint " +
+                                              newest + ": config.json is missing");
+  expect_bad_input(train("--resume"), "holds no whole checkpoint");
+}
+
+TEST_F(TinyRuns, RefusesACheckpointThatWasRenamed) {
+  train_once();
+  std::filesystem::rename(path("run/checkpoints/step-2"), path("run/checkpoints/step-3"));
+  for (const std::string& command : {"eval " + path("run"), train("--resume --set train.steps=4")}) {
+    expect_bad_input(command, "step-3' holds the state after step 2: rename it to step-2");
+  }
+}
+
 TEST_F(TinyRuns, LeavesAloneWhatNoRunWrote) {
   for (const char* name : {"checkpoints/best.pt", "metrics.jsonl", "summary.json", "plan.json"}) {
     const std::string project = std::string("project-") + std::to_string(std::strlen(name));

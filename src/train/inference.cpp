@@ -64,7 +64,8 @@ std::unique_ptr<Inference> Inference::load(const std::string& directory, Backend
                                            std::int64_t sequences) {
   const RunDirectory run(directory, RunStart::kResume);
   std::unique_ptr<Inference> inference(new Inference(run.config(), backend, sequences));
-  run.load_latest_weights(inference->context_, inference->config_, inference->parts_.model);
+  run.load_latest_weights(inference->context_, inference->config_, inference->parts_.model,
+                          print_notice);
   return inference;
 }
 

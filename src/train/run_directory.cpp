@@ -42,12 +42,18 @@ HuggingFaceConfig hugging_face_config(const RunConfig& config) {
   return described;
 }
 
-std::string newest_checkpoint(const std::string& run) {
-  const std::optional<std::int64_t> step = latest_checkpoint(checkpoints_of(run));
+std::string newest_checkpoint(const std::string& run, const Notice& notice) {
+  std::vector<std::string> skipped;
+  const std::optional<std::int64_t> step = latest_checkpoint(checkpoints_of(run), skipped);
+  check_input(step || skipped.empty(), "{} holds no whole checkpoint; the newest is {}", run,
+              skipped.empty() ? "" : skipped.front());
   check_input(step.has_value(),
               "{} holds no checkpoint: train it first, with agoq train {}/config.toml --overwrite", run,
               run);
-  return checkpoint_directory(checkpoints_of(run), *step);
+  const std::string directory = checkpoint_directory(checkpoints_of(run), *step);
+  for (const std::string& line : skipped)
+    notice(fmt::format("skipped {}; {} is taken", line, directory));
+  return directory;
 }
 
 /// The first name in `run` that a run would write to; empty if there is none.
@@ -182,11 +188,12 @@ void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t 
                    {trainer.step(), next_sequence, config.run.seed}, config.checkpoint.keep, kVersion);
 }
 
-std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer) const {
+std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer,
+                                       const Notice& notice) const {
   const HuggingFaceConfig described = hugging_face_config(config);
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
-  const std::string directory = newest_checkpoint(path_);
+  const std::string directory = newest_checkpoint(path_, notice);
   const TrainingPosition position = read_training_position(directory);
   check_input(position.seed == config.run.seed,
               "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed",
@@ -197,8 +204,10 @@ std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer
 }
 
 void RunDirectory::load_latest_weights(const Context& context, const RunConfig& config,
-                                       const Transformer& model) const {
-  read_model(context, newest_checkpoint(path_), config.model, model.parameters(), model.weights());
+                                       const Transformer& model, const Notice& notice) const {
+  const std::string directory = newest_checkpoint(path_, notice);
+  read_training_position(directory);  // refuses a directory of another name
+  read_model(context, directory, config.model, model.parameters(), model.weights());
 }
 
 }  // namespace agoq

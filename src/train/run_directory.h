@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "train/progress.h"
 #include "train/run_config.h"
 
 namespace agoq {
@@ -53,10 +54,12 @@ class RunDirectory {
 
   /// Checkpoint after trainer.step() steps; next_sequence: the position in the training stream.
   void save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const;
-  /// Reads the newest checkpoint into the trainer; returns the position in the training stream.
-  std::int64_t load_latest(const RunConfig& config, Trainer& trainer) const;
+  /// Reads the newest whole checkpoint into the trainer; returns the position in the training stream.
+  /// `notice` gets a line for each later one that is not whole.
+  std::int64_t load_latest(const RunConfig& config, Trainer& trainer, const Notice& notice) const;
   /// The weights only.
-  void load_latest_weights(const Context&, const RunConfig& config, const Transformer& model) const;
+  void load_latest_weights(const Context&, const RunConfig& config, const Transformer& model,
+                           const Notice& notice) const;
 
  private:
   void check_start() const;

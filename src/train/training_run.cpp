@@ -181,7 +181,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   Trainer trainer(config, backend, arenas);
   std::int64_t next_sequence = 0;
   if (options.start == RunStart::kResume) {
-    next_sequence = directory.load_latest(config, trainer);
+    next_sequence = directory.load_latest(config, trainer, options.notice);
     check_input(trainer.step() < config.run.steps,
                 "{} is at step {} of {} already: raise train.steps to go on", config.run.directory,
                 trainer.step(), config.run.steps);
