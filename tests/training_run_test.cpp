@@ -197,5 +197,67 @@ TEST(TrainingRun, SavesAndStopsOnSigterm) {
   EXPECT_FALSE(fs::exists(config.run.directory + "/summary.json"));
 }
 
+// Once the metrics hold a step more than now, sends `signal` to this process.
+std::thread signal_after_a_step(const RunConfig& config, int signal) {
+  const std::string metrics = config.run.directory + "/metrics.jsonl";
+  const auto size = [metrics] {
+    std::error_code error;
+    const std::uintmax_t bytes = fs::file_size(metrics, error);
+    return error ? 0 : bytes;
+  };
+  return std::thread([size, enough = size() + 50, signal] {
+    for (int i = 0; i < 6000 && size() < enough; ++i) usleep(10000);
+    kill(getpid(), signal);
+  });
+}
+
+TEST(TrainingRun, StopsInAValidationAndResumesWithIt) {
+  const TemporaryFolder folder;
+  write_text(folder);
+  {  // The document that is held out: thousands of micro-batches.
+    std::ofstream file(folder.path("text/07.txt"));
+    for (int i = 0; i < 40000; ++i) file << "every layer keeps the moments.\n";
+  }
+  for (const std::int64_t steps : {1, 2}) {  // in the last validation, and in one before
+    SCOPED_TRACE(steps);
+    RunConfig config = small_run(folder, fmt::format("run-{}", steps));
+    config.run.steps = steps;
+    config.run.validate_every = 1;
+    config.optimizer.warmup_steps = 0;
+    std::thread sender = signal_after_a_step(config, SIGTERM);
+    const RunSummary stopped = train(config);
+    sender.join();
+    EXPECT_TRUE(stopped.stopped);
+    EXPECT_EQ(stopped.steps, 1);
+    EXPECT_EQ(latest_checkpoint(config.run.directory + "/checkpoints"), 1);
+    EXPECT_EQ(losses(config).find("validation"), std::string::npos) << "it ran to its end";
+    EXPECT_FALSE(fs::exists(config.run.directory + "/summary.json"));
+
+    config.run.validation_batches = 2;
+    const RunSummary resumed = train(config, RunStart::kResume);
+    EXPECT_FALSE(resumed.stopped);
+    RunConfig whole = config;
+    whole.run.directory += "-whole";
+    const RunSummary uninterrupted = train(whole);
+    EXPECT_EQ(losses(config), losses(whole));
+    EXPECT_EQ(resumed.validation_loss, uninterrupted.validation_loss);
+    EXPECT_NEAR(resumed.training_loss, uninterrupted.training_loss, 1e-8);  // through metrics.jsonl
+    EXPECT_THROW(train(config, RunStart::kResume), Error) << "it is done";
+  }
+}
+
+TEST(TrainingRun, AResumedRunHasNoSummaryUntilItsEnd) {
+  const TemporaryFolder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 6;
+  train(config);
+  config.run.steps = 100000;
+  std::thread sender = signal_after_a_step(config, SIGHUP);
+  EXPECT_TRUE(train(config, RunStart::kResume).stopped);
+  sender.join();
+  EXPECT_THROW(read_summary(config.run.directory), Error);
+}
+
 }  // namespace
 }  // namespace agoq

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -373,13 +374,49 @@ TEST_F(TinyRuns, OneRunAtATimeHasADirectory) {
 }
 
 TEST_F(TinyRuns, ASignalledRunStillPrintsItsSummary) {
+  for (const char* before : {"timeout --preserve-status --signal=TERM 1 ",
+                             // Whatever the tests are run under, nohup for instance.
+                             "timeout --preserve-status --signal=HUP 1 env --default-signal=HUP "}) {
+    SCOPED_TRACE(before);
+    const Outcome outcome = run(train("--overwrite --json --set train.steps=1000000"), before);
+    EXPECT_EQ(outcome.status, 0) << outcome.error;
+    const auto json = nlohmann::json::parse(outcome.out, nullptr, false);
+    ASSERT_TRUE(json.is_object()) << outcome.out;
+    EXPECT_EQ(json.at("stopped"), true);
+    EXPECT_LT(json.at("steps"), 1000000);
+    EXPECT_TRUE(std::filesystem::exists(
+        path(fmt::format("run/checkpoints/step-{}", json.at("steps").get<int>()))));
+  }
+}
+
+TEST_F(TinyRuns, GoesOnAfterAHangupUnderNohup) {
+  const auto start = std::chrono::steady_clock::now();
   const Outcome outcome =
-      run(train("--json --set train.steps=1000000"), "timeout --preserve-status --signal=TERM 1 ");
+      run(train("--json --set train.steps=1000000"),
+          "timeout --preserve-status --signal=TERM 2 timeout --preserve-status --signal=HUP 1 "
+          "env --ignore-signal=HUP ");
   EXPECT_EQ(outcome.status, 0) << outcome.error;
-  const auto json = nlohmann::json::parse(outcome.out, nullptr, false);
-  ASSERT_TRUE(json.is_object()) << outcome.out;
-  EXPECT_EQ(json.at("stopped"), true);
-  EXPECT_LT(json.at("steps"), 1000000);
+  EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(1900));
+}
+
+TEST_F(TinyRuns, SavesAndStopsWhenNobodyReadsItsOutput) {
+  const std::string command =
+      fmt::format("bash -c '{} {} 2>{} | head -n 1 >{}; exit ${{PIPESTATUS[0]}}'", AGOQ_PROGRAM,
+                  train("--set train.steps=1000000"), path("error"), path("out"));
+  const int result = std::system(command.c_str());
+  ASSERT_TRUE(WIFEXITED(result));
+  EXPECT_EQ(WEXITSTATUS(result), 1);
+  EXPECT_NE(read_file(path("out")).find("step 1/1000000"), std::string::npos);
+  const std::string error = read_file(path("error"));
+  const std::string start =
+      "agoq: stdout cannot be written (Broken pipe): stopped with a checkpoint after step ";
+  ASSERT_EQ(error.rfind(start, 0), 0u) << error;
+  EXPECT_EQ(error.find('\n'), error.size() - 1) << error;
+  const int step = std::stoi(error.substr(start.size()));
+  EXPECT_TRUE(std::filesystem::exists(path(fmt::format("run/checkpoints/step-{}", step))));
+  const Outcome resumed = run(
+      fmt::format("train {} --resume --json --set train.steps={}", path("run/config.toml"), step + 1));
+  EXPECT_EQ(resumed.status, 0) << resumed.error;
 }
 
 TEST_F(TinyRuns, WeightsThatAreNotFiniteFailEvalAndGenerate) {

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <omp.h>
 
+#include <csignal>
 #include <memory>
 
 #include "backend/profiled_backend.h"
@@ -25,6 +26,9 @@ struct TrainArguments {
 void train(const TrainArguments& arguments) {
   check_input(!(arguments.resume && arguments.overwrite),
               "--resume goes on with a run and --overwrite removes it: give one of them");
+  // `agoq train run.toml | head`: to the run a reader who left is an error of writing, after which it
+  // saves a checkpoint; the signal would end it at once.
+  std::signal(SIGPIPE, SIG_IGN);
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
   if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
   RunOptions options;

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "core/quantity.h"
@@ -24,18 +26,24 @@ void Progress::show(std::int64_t step, double loss, double tokens_per_second, do
   if (!enabled_) return;
   const bool due = step % log_every_ == 0 || step == steps_;
   if (!terminal_ && !due) return;
-  fmt::print("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left{}", terminal_ ? "\r" : "", label_,
-             step, steps_, loss, tokens_per_second, format_duration(seconds_left),
-             terminal_ ? "\x1b[K" : "\n");
+  print(fmt::format("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left{}", terminal_ ? "\r" : "",
+                    label_, step, steps_, loss, tokens_per_second, format_duration(seconds_left),
+                    terminal_ ? "\x1b[K" : "\n"));
   line_open_ = terminal_;
-  std::fflush(stdout);
 }
 
 void Progress::note(const std::string& text) {
   if (!enabled_) return;
-  fmt::print("{}{}\n", line_open_ ? "\n" : "", text);
+  print(fmt::format("{}{}\n", line_open_ ? "\n" : "", text));
   line_open_ = false;
-  std::fflush(stdout);
+}
+
+void Progress::print(const std::string& text) {
+  if (!failure_.empty()) return;
+  // Flushed, so that the line is seen and a reader who is gone is noticed at once.
+  const bool printed =
+      std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+  if (!printed) failure_ = std::strerror(errno);
 }
 
 void print_notice(const std::string& text) {

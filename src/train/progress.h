@@ -21,14 +21,19 @@ class Progress {
   void show(std::int64_t step, double loss, double tokens_per_second, double seconds_left);
   /// A line of its own.
   void note(const std::string& text);
+  /// Why stdout no longer takes what is printed (a closed pipe, a full disk); empty as long as it does.
+  const std::string& failure() const { return failure_; }
 
  private:
+  void print(const std::string& text);
+
   std::string label_;
   std::int64_t steps_;
   std::int64_t log_every_;
   bool enabled_;
   bool terminal_;
   bool line_open_ = false;
+  std::string failure_;
 };
 
 /// Takes a line that the user has to know.

@@ -146,13 +146,15 @@ void RunDirectory::lock() {
 }
 
 void RunDirectory::begin(const RunConfig& config, std::string_view plan) const {
+  const auto remove = [&](const char* name) {
+    std::error_code error;
+    fs::remove(path_ + "/" + name, error);
+    check(!error, "cannot remove '{}/{}': {}", path_, name, error.message());
+  };
+  if (start_ == RunStart::kResume) remove("summary.json");
   if (start_ == RunStart::kOverwrite) {
     remove_checkpoints(checkpoints_of(path_));
-    for (const char* name : {"plan.json", "metrics.jsonl", "summary.json"}) {
-      std::error_code error;
-      fs::remove(path_ + "/" + name, error);
-      check(!error, "cannot remove '{}/{}': {}", path_, name, error.message());
-    }
+    for (const char* name : {"plan.json", "metrics.jsonl", "summary.json"}) remove(name);
     // config.toml is replaced, not removed: after a crash in between --overwrite still knows the run.
   }
   write("config.toml", to_toml(config));
@@ -178,6 +180,26 @@ std::ofstream RunDirectory::open_metrics(std::int64_t step) const {
   std::ofstream metrics(path, std::ios::app);
   check_input(metrics.is_open(), "{} cannot be opened for writing", path);
   return metrics;
+}
+
+std::optional<double> RunDirectory::metric(std::int64_t step, std::string_view name) const {
+  const std::string start = fmt::format(R"({{"step":{},"{}":)", step, name);
+  std::optional<double> found;
+  std::ifstream metrics(path_ + "/metrics.jsonl");
+  for (std::string line; std::getline(metrics, line);) {
+    double value = 0;
+    const char* end = line.data() + line.size();
+    if (line.starts_with(start) &&
+        std::from_chars(line.data() + start.size(), end, value).ec == std::errc()) {
+      found = value;
+    }
+  }
+  return found;
+}
+
+bool RunDirectory::is_finished() const {
+  std::error_code error;
+  return fs::exists(path_ + "/summary.json", error);
 }
 
 void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const {

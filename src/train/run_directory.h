@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,7 +42,8 @@ class RunDirectory {
   /// Creates the directory if it is absent and keeps it for this run until the object dies. Throws Error
   /// (kInput) if another run has it.
   void lock();
-  /// Removes the run that is to be overwritten and writes config.toml and plan.json.
+  /// Removes the run that is to be overwritten, or the summary of the one that goes on, and writes
+  /// config.toml and plan.json.
   void begin(const RunConfig& config, std::string_view plan) const;
 
   /// The run's resolved configuration (config.toml).
@@ -51,6 +53,11 @@ class RunDirectory {
   /// metrics.jsonl, for appending after `step`: lines of later steps, which a resumed run repeats, are
   /// removed.
   std::ofstream open_metrics(std::int64_t step) const;
+
+  /// What metrics.jsonl gives for `step` as "loss" or "validation_loss"; nothing if it does not.
+  std::optional<double> metric(std::int64_t step, std::string_view name) const;
+  /// Whether the run has done all its steps and the last validation.
+  bool is_finished() const;
 
   /// Checkpoint after trainer.step() steps; next_sequence: the position in the training stream.
   void save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const;

@@ -25,7 +25,8 @@ using Clock = std::chrono::steady_clock;
 
 volatile std::sig_atomic_t stop_requested = 0;
 
-/// Turns SIGTERM and SIGINT into a request to stop after the step under way.
+/// Turns SIGTERM, SIGINT and SIGHUP into a request to stop after the step, or the micro-batch of a
+/// validation, under way.
 class StopSignals {
  public:
   StopSignals() {
@@ -34,10 +35,14 @@ class StopSignals {
     action.sa_handler = [](int) { stop_requested = 1; };
     sigaction(SIGTERM, &action, &old_term_);
     sigaction(SIGINT, &action, &old_int_);
+    sigaction(SIGHUP, nullptr, &old_hup_);
+    // nohup has it ignored: then the run is meant to outlive its terminal.
+    if (old_hup_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
   }
   ~StopSignals() {
     sigaction(SIGTERM, &old_term_, nullptr);
     sigaction(SIGINT, &old_int_, nullptr);
+    sigaction(SIGHUP, &old_hup_, nullptr);
   }
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
@@ -45,6 +50,7 @@ class StopSignals {
  private:
   struct sigaction old_term_ {};
   struct sigaction old_int_ {};
+  struct sigaction old_hup_ {};
 };
 
 /// Tokens per second: the median over all steps but the first two, which meet cold caches.
@@ -182,9 +188,11 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   std::int64_t next_sequence = 0;
   if (options.start == RunStart::kResume) {
     next_sequence = directory.load_latest(config, trainer, options.notice);
-    check_input(trainer.step() < config.run.steps,
-                "{} is at step {} of {} already: raise train.steps to go on", config.run.directory,
-                trainer.step(), config.run.steps);
+    // A run that was stopped in its last validation has that left to do.
+    const bool ended = trainer.step() > config.run.steps ||
+                       (trainer.step() == config.run.steps && directory.is_finished());
+    check_input(!ended, "{} is at step {} of {} already: raise train.steps to go on",
+                config.run.directory, trainer.step(), config.run.steps);
   } else {
     trainer.initialise();
   }
@@ -203,7 +211,36 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   RunSummary summary;
   const auto save = [&] { directory.save(config, trainer, next_sequence); };
 
-  while (trainer.step() < config.run.steps && stop_requested == 0) {
+  const auto is_stopped = [&] { return stop_requested != 0 || !progress.failure().empty(); };
+  // False when it was stopped.
+  const auto validate_step = [&] {
+    const std::optional<ValidationResult> validation =
+        validate(trainer, data, config, config.run.validation_batches, batch, is_stopped);
+    if (!validation) return false;
+    metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})",
+                           trainer.step(), validation->loss, validation->tokens)
+            << '\n'
+            << std::flush;
+    progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, trainer.step(),
+                              validation->loss, validation->tokens));
+    summary.validation_loss = validation->loss;
+    return true;
+  };
+
+  const auto is_validated = [&](std::int64_t step) {
+    return step == config.run.steps ||
+           (config.run.validate_every > 0 && step > 0 && step % config.run.validate_every == 0);
+  };
+
+  bool validated = true;  // after each step so far that is to be followed by a validation
+  if (options.start == RunStart::kResume) {
+    // It may have been stopped in a validation.
+    summary.training_loss = directory.metric(trainer.step(), "loss").value_or(0);
+    const std::optional<double> loss = directory.metric(trainer.step(), "validation_loss");
+    summary.validation_loss = loss.value_or(0);
+    if (is_validated(trainer.step()) && !loss) validated = validate_step();
+  }
+  while (trainer.step() < config.run.steps && !is_stopped()) {
     const Clock::time_point start = Clock::now();
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
@@ -224,33 +261,29 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
                   static_cast<double>(config.run.steps - report.step) * speed.recent_step());
     summary.training_loss = report.loss;
 
+    if (is_validated(report.step)) validated = validate_step();
+    if (!validated) break;
     const bool last = report.step == config.run.steps;
-    if (last || (config.run.validate_every > 0 && report.step % config.run.validate_every == 0)) {
-      const ValidationResult validation =
-          validate(trainer, data, config, config.run.validation_batches, batch);
-      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})",
-                             report.step, validation.loss, validation.tokens)
-              << '\n'
-              << std::flush;
-      progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, report.step,
-                                validation.loss, validation.tokens));
-      summary.validation_loss = validation.loss;
-    }
     if (last || (config.checkpoint.every > 0 && report.step % config.checkpoint.every == 0)) save();
   }
 
-  summary.stopped = trainer.step() < config.run.steps;
+  summary.stopped = trainer.step() < config.run.steps || !validated;
   if (summary.stopped) {
     save();
-    progress.note(
-        fmt::format("stopped by a signal after step {}; go on with: agoq train {}/config.toml --resume",
-                    trainer.step(), config.run.directory));
+    const std::string where =
+        fmt::format("after step {}; go on with: agoq train {}/config.toml --resume", trainer.step(),
+                    config.run.directory);
+    check(progress.failure().empty(), "stdout cannot be written ({}): stopped with a checkpoint {}",
+          progress.failure(), where);
+    progress.note("stopped by a signal " + where);
   }
   summary.policy = label;
   summary.steps = trainer.step();
   summary.parameters = plan.parameters;
   summary.order1_byte_loss = order1_byte_loss;
-  summary.saved_activation_bytes = trainer.activations().high_water();
+  // Where only the last validation was left to do, no step has saved anything.
+  summary.saved_activation_bytes =
+      std::max(trainer.activations().high_water(), trainer.activations().frame_bytes());
   summary.main_gradient_bytes = trainer.gradients().bytes();
   summary.moment_bytes = trainer.optimizer().moment_bytes();
   summary.master_bytes = trainer.optimizer().master_bytes();

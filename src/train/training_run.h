@@ -18,7 +18,7 @@ namespace agoq {
 struct RunSummary {
   std::string policy;
   std::int64_t steps = 0;
-  bool stopped = false;  // by a signal, before the last step
+  bool stopped = false;  // by a signal, before the last step or its validation was done
   std::int64_t parameters = 0;
   double training_loss = 0;                // of the last step
   double validation_loss = 0;              // nats per token, after the last step
@@ -43,8 +43,10 @@ struct RunOptions {
   Notice notice = print_notice;
 };
 
-/// Trains, or goes on from the newest checkpoint. On SIGTERM or SIGINT saves a checkpoint and returns
-/// after the step under way, with summary.stopped set.
+/// Trains, or goes on from the newest checkpoint. On SIGTERM, SIGINT or SIGHUP (unless that is ignored)
+/// saves a checkpoint and returns after the step, or the micro-batch of a validation, under way, with
+/// summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws Error
+/// (kFailure); for a pipe, SIGPIPE has to be ignored.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

@@ -1,8 +1,10 @@
 // The mean loss over the validation documents.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "data/dataset.h"
 #include "train/trainer.h"
@@ -15,10 +17,12 @@ struct ValidationResult {
 };
 
 /// Over the first `batches` micro-batches of the validation pass, or all of it if 0. Evaluator has
-/// `double evaluate(const HostBatch&)`: the sum of weighted token losses.
-template <typename Evaluator>
-ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunConfig& config,
-                          std::int64_t batches, HostBatch& batch) {
+/// `double evaluate(const HostBatch&)`: the sum of weighted token losses. Nothing when is_stopped(),
+/// asked before each micro-batch, says so.
+template <typename Evaluator, typename IsStopped>
+std::optional<ValidationResult> validate(Evaluator& evaluator, const Dataset& data,
+                                         const RunConfig& config, std::int64_t batches, HostBatch& batch,
+                                         IsStopped is_stopped) {
   const std::int64_t per_batch = config.run.micro_batch;
   const std::int64_t sequences = data.sequences(Split::kValidation, config.run.sequence);
   const std::int64_t all = (sequences + per_batch - 1) / per_batch;
@@ -26,6 +30,7 @@ ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunCo
   ValidationResult result;
   double sum = 0;
   for (std::int64_t b = 0; b < count; ++b) {
+    if (is_stopped()) return std::nullopt;
     data.fill(Split::kValidation, config.run.seed, b * per_batch, per_batch, config.run.sequence, batch);
     sum += evaluator.evaluate(batch);
     result.tokens += batch.valid_tokens;
@@ -36,6 +41,12 @@ ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunCo
         "the loss is {}, so the model's weights hold NaN or infinity: go back to an earlier checkpoint",
         result.loss);
   return result;
+}
+
+template <typename Evaluator>
+ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunConfig& config,
+                          std::int64_t batches, HostBatch& batch) {
+  return *validate(evaluator, data, config, batches, batch, [] { return false; });
 }
 
 }  // namespace agoq
