@@ -5,8 +5,10 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <new>
 #include <sstream>
 
@@ -36,6 +38,13 @@ int report(std::string text, int status) {
   text = "agoq: " + text + "\n";
   std::fwrite(text.data(), 1, text.size(), stderr);
   return status;
+}
+
+// CLI11 would make of an integer beyond 64 bits the nearest that fits.
+bool read_integer(const std::string& text, std::int64_t& value) {
+  const char* end = text.data() + text.size();
+  const auto [last, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && last == end;
 }
 
 int report_parse_error(const CLI::ParseError& error, int argc, char** argv,
@@ -86,7 +95,15 @@ void Arguments::option(const std::string& name, const std::string& placeholder,
 }
 void Arguments::option(const std::string& name, const std::string& placeholder, std::int64_t& value,
                        const std::string& description) {
-  app_.add_option(name, value, description)->option_text(fmt::format("{} [{}]", placeholder, value));
+  app_.add_option_function<std::string>(
+          name, [&value](const std::string& given) { read_integer(given, value); }, description)
+      ->option_text(fmt::format("{} [{}]", placeholder, value))
+      ->check([](const std::string& given) {
+        std::int64_t ignored = 0;
+        return read_integer(given, ignored)
+                   ? std::string()
+                   : fmt::format("an integer of at most 64 bits was expected, '{}' was given", given);
+      });
 }
 void Arguments::option(const std::string& name, const std::string& placeholder, double& value,
                        const std::string& description) {
@@ -129,6 +146,9 @@ int run_command_line(int argc, char** argv, const std::vector<Command>& commands
     return report(error.what(), error.kind() == ErrorKind::kInput ? kBadInput : kRunFailed);
   } catch (const std::bad_alloc&) {
     return report("out of memory: choose a smaller micro-batch or sequence", kRunFailed);
+  } catch (const std::filesystem::filesystem_error& error) {
+    return report(fmt::format("cannot use '{}': {}", error.path1().string(), error.code().message()),
+                  kRunFailed);
   } catch (const std::exception& error) {
     return report(error.what(), kRunFailed);
   }

@@ -23,6 +23,9 @@ namespace {
 
 // What a GPU is measured at; a CPU takes minutes for it.
 constexpr std::int64_t kDeviceTokens = 16384, kHostTokens = 256;
+// As many as a micro-batch may have.
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 27;
+constexpr std::int64_t kMostSteps = 1000;
 
 struct BenchArguments {
   std::vector<std::string> what;  // "kernels", or "step" and a configuration
@@ -80,6 +83,8 @@ void print_json(const Backend& backend, const KernelSizes& sizes, const std::vec
 void bench_kernels(const BenchArguments& arguments) {
   const bool cuda = arguments.device == "cuda";
   check_input(arguments.tokens >= 0, "--tokens is at least 1; {} was given", arguments.tokens);
+  check_input(arguments.tokens <= kMostTokens, "--tokens is at most {}; {} was given", kMostTokens,
+              arguments.tokens);
   Backend& backend = backend_named(arguments.device);
   KernelSizes sizes;
   sizes.tokens = arguments.tokens != 0 ? arguments.tokens : cuda ? kDeviceTokens : kHostTokens;
@@ -125,10 +130,12 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
 }
 
 void bench_step(const BenchArguments& arguments) {
+  check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
+              "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
   const RunConfig config = load_run_config(arguments.what[1], arguments.settings);
   if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
   StepBenchmarkOptions options;
-  options.steps = static_cast<int>(std::min<std::int64_t>(arguments.steps, 1000));
+  options.steps = static_cast<int>(arguments.steps);
   const StepBenchmark step = benchmark_step(config, backend_of(config.run.device), options);
   if (arguments.json) {
     fmt::print("{}\n", step.to_json(config));

@@ -28,6 +28,7 @@ Action declare_generate(Arguments& arguments) {
   return [given] {
     check_input(given->generation.tokens >= 0, "--tokens must not be negative; {} was given",
                 given->generation.tokens);
+    check_input(given->seed >= 0, "--seed must not be negative; {} was given", given->seed);
     given->generation.seed = static_cast<std::uint64_t>(given->seed);
     const std::unique_ptr<Inference> inference =
         Inference::load(given->run, backend_for_run(given->run, given->device), 1);

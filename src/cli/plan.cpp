@@ -94,7 +94,8 @@ void print_classes(const RunPlan& plan) {
 
 bool all_exist(const std::vector<std::string>& paths) {
   return !paths.empty() && std::all_of(paths.begin(), paths.end(), [](const std::string& path) {
-    return std::filesystem::exists(path);
+    std::error_code error;  // a path that cannot be looked at is not at hand
+    return std::filesystem::exists(path, error);
   });
 }
 

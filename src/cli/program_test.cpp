@@ -82,6 +82,23 @@ TEST(Program, RefusesAWrongCommandLineInOneLine) {
   expect_bad_input("info extra", "info: ");
 }
 
+TEST(Program, EchoesWhatWasWrittenAndNamesPathsItCannotUse) {
+  const std::string huge = "99999999999999999999";
+  expect_bad_input("generate run --tokens " + huge,
+                   "--tokens: an integer of at most 64 bits was expected, '" + huge + "' was given");
+  expect_bad_input("generate run --seed=-" + huge, "'-" + huge + "' was given");
+  expect_bad_input("generate run --seed -1", "--seed must not be negative; -1 was given");
+  expect_bad_input("generate run --tokens 1e3", "'1e3' was given");
+  expect_bad_input("bench kernels --tokens 9223372036854775807", "--tokens is at most 134217728");
+  expect_bad_input("bench step run.toml --steps 0", "--steps is from 1 to 1000; 0 was given");
+  const std::string long_name(5000, 'x');
+  expect_bad_input("report " + long_name, "summary.json cannot be read: File name too long");
+  expect_bad_input("train " + long_name, "cannot be read: File name too long");
+  const Outcome plan =
+      run("plan " + std::string(AGOQ_EXAMPLES) + "/quickstart.toml --set data.paths=" + long_name);
+  EXPECT_EQ(plan.status, 0) << plan.error;
+}
+
 TEST(Program, InfoIsReadByPeopleAndByPrograms) {
   const Outcome text = run("info");
   EXPECT_EQ(text.status, 0);

@@ -221,6 +221,27 @@ TEST(RunConfig, RefusesNumbersBeyondTheRangeOfDouble) {
   EXPECT_EQ(parse("[optimizer]\nlearning_rate = 1e300\n").optimizer.learning_rate, 1e300);
 }
 
+TEST(RunConfig, EchoesIntegersAsTheyWereWritten) {
+  const std::string huge = "99999999999999999999";
+  expect_error("[train]\nsteps = " + huge + "\n", "from 1 to 2147483647, not " + huge);
+  expect_error("[train]\nsteps = -" + huge + "\n", "not -" + huge);
+  expect_error("[train]\nsteps = 1_000_000_000_000_000_000_000 # many\n",
+               "not 1_000_000_000_000_000_000_000");
+  expect_error("[train]\nsteps = 0xFFFFFFFFFFFFFFFFFFFF\n", "not 0xFFFFFFFFFFFFFFFFFFFF");
+  expect_error("[data]\npaths = [1, " + huge + "]\n", "not [1, " + huge + "]");
+  expect_error("", "run.seed must be an integer from 0 to 9007199254740992, not " + huge,
+               {"run.seed=" + huge});
+  expect_error("", "not -" + huge, {"run.seed=-" + huge});
+}
+
+TEST(RunConfig, QuotesLongLinesInPart) {
+  const std::string error = error_of("[train]\nsteps " + std::string(100000, '5') + "\n");
+  EXPECT_NE(error.find("run.toml:2: not valid TOML: "), std::string::npos) << error;
+  EXPECT_LT(error.size(), 400u);
+  expect_error("[train]\nsteps = 0x\n",
+               "run.toml:2: not valid TOML: not a whole hexadecimal integer; the line is: steps = 0x");
+}
+
 TEST(RunConfig, RefusesTextThatNoFileCouldHold) {
   const char* expected = "must be text in UTF-8 without NUL characters";
   for (const std::string text : {"\xFF", "a\xC3", "\xC0\xAF", "\xE0\x80\xAF", "\xED\xA0\x80",

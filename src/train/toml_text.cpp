@@ -8,6 +8,7 @@
 #include <toml/serializer.hpp>
 #include <utility>
 
+#include "checkpoint/durable_file.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -40,6 +41,12 @@ std::string complaint(const toml::exception& error) {
       sentence = text.substr(mark + 5, text.find('\n', mark) - mark - 5);
     }
   }
+  // What some have instead of a sentence is the name of the function that gave up.
+  constexpr std::string_view kFunction = "[error] toml::parse_";
+  if (sentence.starts_with(kFunction)) {
+    sentence = "not a whole " + sentence.substr(kFunction.size());
+    std::replace(sentence.begin(), sentence.end(), '_', ' ');
+  }
   return sentence.empty() ? "not TOML" : sentence;
 }
 
@@ -63,13 +70,32 @@ std::optional<Setting> to_setting(const toml::value& value) {
   return texts;
 }
 
+// As it stands in the text: toml11 makes of an integer beyond 64 bits the nearest that fits.
+std::string text_of(const toml::value& value) {
+  if (value.is_integer()) {
+    const toml::source_location place = value.location();
+    const std::string& line = place.line_str();
+    if (place.column() > 0 && place.column() <= line.size()) {
+      return printable(line.substr(place.column() - 1, place.region()));
+    }
+  }
+  if (value.is_array()) {
+    std::string list = "[";
+    for (const toml::value& element : value.as_array()) {
+      list += (list == "[" ? "" : ", ") + text_of(element);
+    }
+    return printable(list + "]");
+  }
+  return printable(one_line(toml::format(value, 1000, 6, false, true)));
+}
+
 TomlValue to_toml_value(const toml::value& value) {
   std::optional<Setting> setting = to_setting(value);
   const auto* number = setting ? std::get_if<double>(&*setting) : nullptr;
   if (number != nullptr && std::isinf(*number) && std::isfinite(value.as_floating())) {
     return {std::move(setting), "a number beyond the range of double"};
   }
-  return {std::move(setting), one_line(toml::format(value, 1000, 6, false, true))};
+  return {std::move(setting), text_of(value)};
 }
 
 // Sections and entries alike.
@@ -89,9 +115,10 @@ std::vector<TomlSection> parse_toml(std::string_view text, const std::string& na
     root = toml::parse(stream, name);
   } catch (const toml::exception& error) {
     fail_input("{}:{}: not valid TOML: {}; the line is: {} (strings stand in quotes)", name,
-               error.location().line(), complaint(error), trimmed(error.location().line_str()));
+               error.location().line(), printable(complaint(error)),
+               printable(trimmed(error.location().line_str())));
   } catch (const std::exception& error) {
-    fail_input("{}: not valid TOML: {}", name, one_line(error.what()));
+    fail_input("{}: not valid TOML: {}", name, printable(one_line(error.what())));
   }
   std::vector<TomlSection> sections;
   for (const auto& [section_name, table] : root.as_table()) {

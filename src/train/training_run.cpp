@@ -141,8 +141,10 @@ std::string to_json(const RunSummary& summary) {
 
 RunSummary read_summary(const std::string& directory) {
   const std::string path = directory + "/summary.json";
-  check_input(std::filesystem::exists(path), "{} has no summary.json: the run has not finished",
-              directory);
+  std::error_code failure;
+  const bool exists = std::filesystem::exists(path, failure);
+  check_input(!failure, "{} cannot be read: {}", path, failure.message());
+  check_input(exists, "{} has no summary.json: the run has not finished", directory);
   const nlohmann::ordered_json json = parse_json(read_text(path, std::size_t{1} << 20));
   check_input(json.is_object(), "{} is not a JSON object: remove it and run again", path);
   RunSummary summary;
