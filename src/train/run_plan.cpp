@@ -11,14 +11,20 @@
 namespace agoq {
 namespace {
 
-/// A product of small matrices, for what libraries allocate at their first one.
+/// A product of small matrices, for what libraries allocate at their first one. In no more memory than
+/// it takes: with a tiny model the plan would otherwise be the run's peak.
 void multiply_once(Backend& backend, ElementType dtype) {
-  Arena memory("first product", backend.allocator(), std::size_t{4} << 20);
-  const Context context{backend, {}, memory, {}};
-  const Tensor a = memory.take(dtype, Shape{8, 8});
-  const Tensor product = memory.take(statistics_type(dtype), Shape{8, 8});
-  backend.zero(context, a.data, a.bytes());
-  backend.matmul(context, a, Transpose::kNo, a, Transpose::kYes, product, false);
+  const auto multiply = [&](Arena& memory) {
+    const Context context{backend, {}, memory, {}};
+    const Tensor a = memory.take(dtype, Shape{8, 8});
+    const Tensor product = memory.take(statistics_type(dtype), Shape{8, 8});
+    if (!memory.is_measuring()) backend.zero(context, a.data, a.bytes());
+    backend.matmul(context, a, Transpose::kNo, a, Transpose::kYes, product, false);
+  };
+  Arena measured = Arena::measuring("first product");
+  multiply(measured);
+  Arena memory("first product", backend.allocator(), measured.high_water());
+  multiply(memory);
 }
 
 bool same_layer(const LayerPlan& a, const LayerPlan& b) {

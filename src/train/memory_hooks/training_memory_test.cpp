@@ -74,6 +74,31 @@ TEST_F(TrainingMemory, ThePredictedPeakIsTheMeasuredOne) {
   }
 }
 
+// Where the arenas are small beside the program and what it holds for moments only.
+TEST_F(TrainingMemory, ThePredictedPeakOfATinyModelIsTheMeasuredOne) {
+  if (!memory_probe_available()) GTEST_SKIP() << "this build does not count its memory";
+  for (const SavePolicy policy : {SavePolicy::kAgoq, SavePolicy::kKeep}) {
+    RunConfig config = quickstart(policy);
+    config.model.hidden = 64;
+    config.model.layers = 2;
+    config.model.head_size = 16;
+    config.model.feed_forward = 128;
+    config.model.segments = 2;
+    config.model.loss_chunk = 64;
+    config.run.sequence = 64;
+    config.data.paths = {(folder_ / "text/06.txt").string(), (folder_ / "text/07.txt").string()};
+    config.data.holdout_every = 2;
+    config.data.holdout_index = 1;
+    mark_memory();
+    const RunSummary summary = run_training(config, cpu_backend(), {RunStart::kNew, false});
+    const auto predicted = static_cast<double>(summary.peak_bytes_predicted);
+    const auto measured = static_cast<double>(summary.peak_bytes_measured);
+    fmt::print("{}: predicted {:.0f}, measured {:.0f} bytes, ratio {:.4f}\n", name_of(policy), predicted,
+               measured, predicted / measured);
+    EXPECT_NEAR(predicted / measured, 1.0, 0.02) << name_of(policy);
+  }
+}
+
 TEST_F(TrainingMemory, AStepAllocatesNothingAndTheProcessDoesNotGrow) {
   if (!memory_probe_available()) GTEST_SKIP() << "this build does not count its memory";
   const RunConfig config = quickstart(SavePolicy::kAgoq);
