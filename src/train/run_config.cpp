@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -292,12 +293,16 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   std::ifstream file(path, std::ios::binary);
   check_input(file.good(), "{}: cannot be read: {}; expected a TOML configuration (examples/ has some)",
               path, std::strerror(errno));
-  // A limit, since a device such as /dev/zero never ends.
-  std::string text(kLargestConfig + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  // A limit, since a device such as /dev/zero never ends; in pieces, since a buffer of the limit's size
+  // would be part of a tiny run's peak.
+  std::string text;
+  std::array<char, 4096> piece;
+  while (file && text.size() <= kLargestConfig) {
+    file.read(piece.data(), static_cast<std::streamsize>(piece.size()));
+    text.append(piece.data(), static_cast<std::size_t>(file.gcount()));
+  }
   check_input(!file.bad(), "{}: cannot be read: {}; expected a TOML configuration", path,
               std::strerror(errno));
-  text.resize(static_cast<std::size_t>(file.gcount()));
   check_input(text.size() <= kLargestConfig,
               "{}: has more than {} bytes; expected a TOML configuration (examples/ has some)", path,
               kLargestConfig);
