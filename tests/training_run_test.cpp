@@ -75,25 +75,50 @@ std::string losses(const RunConfig& config) {
   return std::regex_replace(text, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"), "");
 }
 
+// The validation loss with AGoQ is at most 1 % above that of keeping everything. The learning rate ends
+// at zero, where single steps no longer show, and the mean of three seeds is held to the bound
+// (measured: 1.0011, from 0.9983 to 1.0032). It separates a run that learns from one that does not: four
+// bits everywhere with four-bit gradients give 1.36, three fifths of the learning rate 1.03. It does not
+// separate formats; their error is held by gradient_fidelity_test.cpp, and the bytes at a shape whose
+// rows are not shorter than the blocks, the quickstart's, by example_plans_test.cpp.
 TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
+#ifdef AGOQ_SANITIZED
+  GTEST_SKIP() << "3,600 steps; the other tests train under sanitizers too";
+#endif
   const TemporaryFolder folder;
   write_text(folder);
-  // Long enough to be past the steep part, where a few steps' lead is several per cent of the loss.
-  RunConfig agoq = small_run(folder, "agoq");
-  agoq.run.steps = 200;
-  RunConfig keep = small_run(folder, "keep");
-  keep.run.steps = 200;
-  keep.activations.policy = SavePolicy::kKeep;
-  keep.gradients.format = exact_format(ElementType::kFp32);
-  keep.optimizer.moments_8bit = false;
-  keep.optimizer.master = MasterKind::kFp32;
-  const RunSummary a = train(agoq);
-  const RunSummary k = train(keep);
-  EXPECT_LT(k.validation_loss, k.order1_byte_loss);
-  EXPECT_LT(a.validation_loss, 1.03 * k.validation_loss);
-  EXPECT_LT(a.saved_activation_bytes * 2, k.saved_activation_bytes);
-  EXPECT_LT(static_cast<double>(a.main_gradient_bytes),
-            0.30 * static_cast<double>(k.main_gradient_bytes));
+  double ratios = 0;
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    SCOPED_TRACE(seed);
+    RunConfig agoq = small_run(folder, fmt::format("agoq-{}", seed));
+    agoq.run.seed = seed;
+    agoq.run.steps = 600;
+    agoq.data.holdout_every = 4;  // validation on five documents, 11,000 tokens
+    agoq.data.holdout_index = 3;
+    agoq.optimizer.learning_rate = 2e-3;
+    agoq.optimizer.final_fraction = 0;
+    RunConfig keep = agoq;
+    keep.run.directory = folder.path(fmt::format("keep-{}", seed));
+    keep.activations.policy = SavePolicy::kKeep;
+    keep.gradients.format = exact_format(ElementType::kFp32);
+    keep.optimizer.moments_8bit = false;
+    keep.optimizer.master = MasterKind::kFp32;
+    const RunSummary a = train(agoq);
+    const RunSummary k = train(keep);
+    EXPECT_LT(k.validation_loss, 0.2 * k.order1_byte_loss);
+    const double ratio = a.validation_loss / k.validation_loss;
+    fmt::print("seed {}: {:.4f} with AGoQ, {:.4f} keeping everything, ratio {:.4f}\n", seed,
+               a.validation_loss, k.validation_loss, ratio);
+    EXPECT_LT(ratio, 1.03);
+    ratios += ratio;
+    const auto share = [](std::size_t few, std::size_t many) {
+      return static_cast<double>(few) / static_cast<double>(many);
+    };
+    EXPECT_LT(share(a.saved_activation_bytes, k.saved_activation_bytes), 0.36);
+    EXPECT_LT(share(a.main_gradient_bytes, k.main_gradient_bytes), 0.27);
+    EXPECT_LT(share(a.moment_bytes, k.moment_bytes), 0.27);
+  }
+  EXPECT_LE(ratios / 3, 1.01);
 }
 
 TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
