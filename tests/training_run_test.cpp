@@ -4,12 +4,14 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <regex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/training_state.h"
@@ -150,6 +152,45 @@ TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {
     EXPECT_EQ(read_file(parts.run.directory + "/checkpoints/step-12/model.safetensors"),
               read_file(whole.run.directory + "/checkpoints/step-12/model.safetensors"));
   }
+}
+
+// Documents of one letter and of random bytes: once the model has learned to tell them apart, the loss
+// of a step says which of them its one sequence came from.
+TEST(TrainingRun, WeightsAndDataOrderHaveSeedsOfTheirOwn) {
+  const TemporaryFolder folder;
+  RandomKey key;
+  for (int d = 0; d < 20; ++d) {
+    std::string text(2000, 'a');
+    for (std::size_t i = 0; d % 2 == 0 && i < text.size(); ++i) {
+      text[i] = static_cast<char>(random_bits(key, 2000 * static_cast<std::uint64_t>(d) + i) & 0xFF);
+    }
+    folder.write(fmt::format("text/{:02}.txt", d), text);
+  }
+  // Whether each step from the 31st on saw random bytes.
+  const auto kinds = [&](const std::string& name, std::uint64_t seed, std::uint64_t data_seed) {
+    RunConfig config = small_run(folder, name);
+    config.run.micro_batch = 1;
+    config.run.micro_batches = 1;
+    config.run.steps = 70;
+    config.run.seed = seed;
+    config.data.seed = data_seed;
+    train(config);
+    const std::string text = losses(config);
+    std::vector<bool> high;
+    const std::regex loss(R"re("step":([0-9]+),"loss":([^,]*))re");
+    for (std::sregex_iterator line(text.begin(), text.end(), loss), end; line != end; ++line) {
+      if (std::stoi((*line)[1].str()) > 30) high.push_back(std::stod((*line)[2].str()) > 2.5);
+    }
+    return std::pair{high, text};
+  };
+  const auto [base, base_losses] = kinds("base", 1, 1);
+  ASSERT_EQ(base.size(), 40u);
+  ASSERT_GT(std::count(base.begin(), base.end(), true), 5);
+  ASSERT_GT(std::count(base.begin(), base.end(), false), 5);
+  const auto [other_weights, other_losses] = kinds("weights", 2, 1);
+  EXPECT_EQ(other_weights, base);
+  EXPECT_NE(other_losses, base_losses);
+  EXPECT_NE(kinds("order", 1, 2).first, base);
 }
 
 TEST(TrainingRun, RefusesToWriteOverARunAndToResumeNone) {

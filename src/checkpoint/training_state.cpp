@@ -176,6 +176,7 @@ TrainingPosition position_in(const SafetensorsReader& state) {
   position.step = number_in<std::int64_t>(state, "step");
   position.next_sequence = number_in<std::int64_t>(state, "next_sequence");
   position.seed = number_in<std::uint64_t>(state, "seed");
+  position.data_seed = number_in<std::uint64_t>(state, "data_seed");
   return position;
 }
 
@@ -299,6 +300,7 @@ void write_checkpoint(const Context& context, const std::string& checkpoints,
   metadata["step"] = std::to_string(position.step);
   metadata["next_sequence"] = std::to_string(position.next_sequence);
   metadata["seed"] = std::to_string(position.seed);
+  metadata["data_seed"] = std::to_string(position.data_seed);
   std::vector<SafetensorsSource> sources;
   for (const StateTensor& tensor : state_tensors(subject)) {
     sources.push_back({tensor.name, tensor.type, tensor.shape, [&context, tensor](const ByteSink& sink) {

@@ -7,7 +7,7 @@
 //   step-N/state.safetensors    per parameter <name>.master (F32, or the I16 remainder) where there is
 //                               one, and the planes <name>.{first,second}_moment.{codes,bits,scales,
 //                               super} as U8 [rows, bytes per row]; in __metadata__ step, next_sequence,
-//                               seed, formats and grids
+//                               seed, data_seed, formats and grids
 // Main gradients are zero between steps and are not stored.
 //
 // Invariant: a directory named step-N is whole. It is written as .step-N.tmp, every file synced, then
@@ -33,7 +33,8 @@ namespace agoq {
 struct TrainingPosition {
   std::int64_t step = 0;           // updates done
   std::int64_t next_sequence = 0;  // number of the next sequence of the training stream (data/dataset.h)
-  std::uint64_t seed = 0;
+  std::uint64_t seed = 0;          // of weights and rounding
+  std::uint64_t data_seed = 0;     // of the order of documents
 };
 
 /// What a checkpoint is made from and read into.

@@ -125,7 +125,7 @@ class TrainingState : public testing::Test {
   void TearDown() override { fs::remove_all(directory_); }
 
   void write(const Trainee& trainee, std::int64_t step, std::int64_t keep = 10) const {
-    write_checkpoint(trainee.context, checkpoints_, trainee.subject(), {step, 8 * step, 42}, keep,
+    write_checkpoint(trainee.context, checkpoints_, trainee.subject(), {step, 8 * step, 42, 43}, keep,
                      "test");
   }
   TrainingPosition read(const Trainee& trainee, std::int64_t step) const {
@@ -174,6 +174,7 @@ TEST_F(TrainingState, AResumedRunContinuesBitForBit) {
       EXPECT_EQ(position.step, 3);
       EXPECT_EQ(position.next_sequence, 24);
       EXPECT_EQ(position.seed, 42u);
+      EXPECT_EQ(position.data_seed, 43u);
       EXPECT_EQ(resumed.bytes(), at_checkpoint);
       for (std::int64_t step = 4; step <= 6; ++step) resumed.update(step);
       EXPECT_EQ(resumed.bytes(), straight.bytes());

@@ -68,6 +68,7 @@ Action declare_generate(Arguments&);
 Action declare_report(Arguments&);
 Action declare_formats(Arguments&);
 Action declare_bench(Arguments&);
+Action declare_fidelity(Arguments&);
 Action declare_info(Arguments&);
 
 }  // namespace agoq

@@ -45,6 +45,8 @@ int main(int argc, char** argv) {
           {"generate", "Let a trained model write", agoq::declare_generate},
           {"report", "Print finished runs side by side", agoq::declare_report},
           {"formats", "Print every format's bits per element and measured error", agoq::declare_formats},
+          {"fidelity", "Measure what stored activations lose on a trained model",
+           agoq::declare_fidelity},
           {"bench", "Measure the speed of the engine's operations", agoq::declare_bench},
           {"info", "Print the program's version, its libraries and this machine", agoq::declare_info},
       },

@@ -61,7 +61,7 @@ TEST(Program, WithoutArgumentsShowsWhatANewcomerNeeds) {
   const Outcome outcome = run("");
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.error, "");
-  for (const char* text : {"agoq plan ", "agoq train ", "agoq generate ", "info"}) {
+  for (const char* text : {"agoq plan ", "agoq train ", "agoq generate ", "fidelity", "info"}) {
     EXPECT_NE(outcome.out.find(text), std::string::npos) << text;
   }
 }
@@ -259,6 +259,27 @@ TEST_F(TinyRuns, EveryCommandDoesItsWorkAndPrintsJson) {
   EXPECT_EQ(report.at("run"), summary);
   EXPECT_EQ(report, nlohmann::json::parse(read_file(path("report.json"))));
 
+  // What is stored loses less in 8 bits than in 4, and keeping everything repeats exactly on a CPU.
+  const auto fidelity =
+      json_of("fidelity " + path("run") +
+              " --json --sequences 2 --format int8/32/fp32 --format uniform:paper-fp4");
+  EXPECT_EQ(fidelity.at("sequences"), 2);
+  EXPECT_EQ(fidelity.at("keep_repeated").at("whole"), 0.0);
+  const auto& settings = fidelity.at("settings");
+  ASSERT_EQ(settings.size(), 2u);
+  EXPECT_GT(settings[0].at("gradient").at("whole"), 0.0);
+  EXPECT_GT(settings[1].at("gradient").at("whole"), settings[0].at("gradient").at("whole"));
+  EXPECT_GT(fidelity.at("activations").size(), 8u);
+  for (const auto& tensor : fidelity.at("activations")) {
+    EXPECT_GT(tensor.at("sqnr_db").at("int8/32/fp32"), tensor.at("sqnr_db").at("bnbfp4/128/fp32"));
+    EXPECT_GE(tensor.at("largest_channel_over_median"), 1.0);
+  }
+  const Outcome table = run("fidelity " + path("run") + " --sequences 1");
+  EXPECT_EQ(table.status, 0) << table.error;
+  EXPECT_NE(table.out.find("uniform FP4/128"), std::string::npos);
+  expect_bad_input("fidelity " + path("run") + " --sequences 100000", "the validation documents hold");
+  expect_bad_input("fidelity " + path("run") + " --format keep:bf16", "uniform:FORMAT");
+
   EXPECT_FALSE(json_of("formats --json").empty());
   EXPECT_EQ(run("formats").status, 0);
   EXPECT_EQ(run("plan " + path("run.toml")).status, 0);
@@ -278,6 +299,7 @@ TEST_F(TinyRuns, ARunThatCannotStartLeavesTheOldOneAsItWas) {
   expect_bad_input(train("--resume"), "raise train.steps");
   expect_bad_input(train("--resume --set train.steps=4 --set model.feed_forward=64"), "feed_forward");
   expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "run.seed is 1 in");
+  expect_bad_input(train("--resume --set train.steps=4 --set data.seed=2"), "data.seed is 1 in");
   expect_bad_input(train(), "--overwrite");
   EXPECT_TRUE(content("run") == before);
   EXPECT_EQ(run("eval " + path("run")).status, 0);
@@ -439,7 +461,7 @@ TEST_F(TinyRuns, SavesAndStopsWhenNobodyReadsItsOutput) {
 TEST_F(TinyRuns, WeightsThatAreNotFiniteFailEvalAndGenerate) {
   train_once();
   break_weights();
-  for (const char* command : {"eval ", "eval --json ", "generate "}) {
+  for (const char* command : {"eval ", "eval --json ", "generate ", "fidelity "}) {
     const Outcome outcome = run(command + path("run"));
     EXPECT_EQ(outcome.status, 1) << command;
     EXPECT_EQ(outcome.out, "") << command;

@@ -38,6 +38,9 @@ struct DataConfig {
   std::int64_t holdout_index = 7;
   /// Tokens attend within their document only; false: across the whole sequence.
   bool document_attention = true;
+  /// Of the order in which an epoch walks its documents. Apart from run.seed, so that runs that differ
+  /// in their weights see the same batches.
+  std::uint64_t seed = 1;
 
   bool operator==(const DataConfig&) const = default;
 };

@@ -286,6 +286,9 @@ std::vector<ConfigKey> make_keys() {
       boolean(
           "data", "document_attention", [](C& c) -> auto& { return c.data.document_attention; },
           "tokens attend within their document only; false: across the whole sequence"),
+      integer<std::uint64_t>(
+          "data", "seed", [](C& c) -> auto& { return c.data.seed; }, 0, kLargest,
+          "of the order of the training documents"),
 
       may_change(integer<std::int64_t>(
           "train", "steps", [](C& c) -> auto& { return c.run.steps; }, 1,
@@ -394,7 +397,7 @@ std::vector<ConfigKey> make_keys() {
           "what computes: the CPU or an NVIDIA GPU")),
       integer<std::uint64_t>(
           "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
-          "of weights, data order and stochastic rounding"),
+          "of weights and stochastic rounding; data.seed is that of the order of documents"),
       may_change(integer<std::int64_t>(
           "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
           "CPU threads; 0: one per processor")),

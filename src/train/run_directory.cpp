@@ -207,7 +207,8 @@ void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t 
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
   write_checkpoint(trainer.context(), checkpoints_of(path_), subject,
-                   {trainer.step(), next_sequence, config.run.seed}, config.checkpoint.keep, kVersion);
+                   {trainer.step(), next_sequence, config.run.seed, config.data.seed},
+                   config.checkpoint.keep, kVersion);
 }
 
 std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer,
@@ -220,6 +221,9 @@ std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer
   check_input(position.seed == config.run.seed,
               "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed",
               directory, position.seed, config.run.seed);
+  check_input(position.data_seed == config.data.seed,
+              "{} was made with data.seed {}, the configuration says {}: a resumed run keeps its seed",
+              directory, position.data_seed, config.data.seed);
   read_checkpoint(trainer.context(), directory, subject);
   trainer.set_step(position.step);
   return position.next_sequence;

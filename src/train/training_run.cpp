@@ -200,7 +200,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   // What else the first step may refuse: a text that is shorter than a sequence.
   HostBatch batch;
-  data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
+  data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
             config.run.sequence, batch);
   for (const std::string& change : changes) options.notice("changed: " + change);
   directory.begin(config, to_json(plan, config));
@@ -246,7 +246,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
     const Clock::time_point start = Clock::now();
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
-      data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
+      data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
                 config.run.sequence, batch);
       trainer.micro_batch(batch);
       next_sequence += config.run.micro_batch;

@@ -31,7 +31,8 @@ std::optional<ValidationResult> validate(Evaluator& evaluator, const Dataset& da
   double sum = 0;
   for (std::int64_t b = 0; b < count; ++b) {
     if (is_stopped()) return std::nullopt;
-    data.fill(Split::kValidation, config.run.seed, b * per_batch, per_batch, config.run.sequence, batch);
+    data.fill(Split::kValidation, config.data.seed, b * per_batch, per_batch, config.run.sequence,
+              batch);
     sum += evaluator.evaluate(batch);
     result.tokens += batch.valid_tokens;
   }
