@@ -15,6 +15,7 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <string>
 
 #include "core/temporary_folder.h"
@@ -314,6 +315,67 @@ TEST_F(TinyRuns, ASignalledRunStillPrintsItsSummary) {
   EXPECT_EQ(json.at("stopped"), true);
   EXPECT_LT(json.at("steps"), 1000000);
 }
+
+/// Metrics without the timings.
+std::string losses(const std::string& metrics) {
+  return std::regex_replace(metrics, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"),
+                            "");
+}
+
+/// Why the program cannot train on this device here; empty where it can.
+std::string unusable(const std::string& device) {
+  if (device == "cpu") return "";
+  const auto cuda = nlohmann::json::parse(run("info --json").out).at("cuda");
+  return cuda.at("available").get<bool>() ? "" : cuda.at("reason").get<std::string>();
+}
+
+class TinyRunsOn : public TinyRuns, public testing::WithParamInterface<const char*> {};
+
+// Each part in a process of its own: what the first one chose by timing is forgotten in the second.
+TEST_P(TinyRunsOn, ADeterministicRunThatIsStoppedAndResumedHasTheBitsOfOneThatIsNot) {
+  const std::string reason = unusable(GetParam());
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  // On a GPU as large as it takes for several algorithms to be worth timing.
+  std::string common = fmt::format(
+      "--json --set run.device={} --set run.deterministic=true --set train.steps=6 "
+      "--set checkpoint.every=3 --set train.micro_batches=2",
+      GetParam());
+  if (GetParam() == std::string("cuda")) {
+    common +=
+        " --set model.hidden=1024 --set model.layers=2 --set model.heads=16 --set model.kv_heads=4 "
+        "--set "
+        "model.head_size=64 --set model.feed_forward=2816 --set train.sequence=512 --set "
+        "train.micro_batch=2";
+    // As much text as sequences of this length take.
+    for (int d = 0; d < 20; ++d) {
+      std::string text;
+      for (int s = 0; s < 400; ++s) text += fmt::format("document {} keeps sentence {}. ", d, s);
+      folder_.write(fmt::format("text/{:02}.txt", d), text);
+    }
+  }
+  const auto run_in = [&](const std::string& name, const std::string& how) {
+    const Outcome outcome = run(train(common + " --set run.directory=" + path(name) + how));
+    ASSERT_EQ(outcome.status, 0) << outcome.error;
+  };
+  run_in("whole", "");
+  run_in("parts", "");
+  // As if it had been killed between the two checkpoints.
+  std::filesystem::remove_all(path("parts/checkpoints/step-6"));
+  std::filesystem::remove(path("parts/summary.json"));
+  run_in("parts", " --resume");
+  for (const char* file : {"model.safetensors", "state.safetensors"}) {
+    for (const char* step : {"step-3", "step-6"}) {
+      const std::string name = fmt::format("/checkpoints/{}/{}", step, file);
+      EXPECT_TRUE(read_file(path("whole" + name)) == read_file(path("parts" + name))) << name;
+      EXPECT_FALSE(read_file(path("whole" + name)).empty()) << name;
+    }
+  }
+  EXPECT_EQ(losses(read_file(path("whole/metrics.jsonl"))),
+            losses(read_file(path("parts/metrics.jsonl"))));
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, TinyRunsOn, testing::Values("cpu", "cuda"),
+                         [](const auto& device) { return std::string(device.param); });
 
 TEST_F(TinyRuns, WeightsThatAreNotFiniteFailEvalAndGenerate) {
   train_once();

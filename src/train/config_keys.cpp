@@ -389,6 +389,9 @@ std::vector<ConfigKey> make_keys() {
       integer<std::uint64_t>(
           "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
           "of weights, data order and stochastic rounding"),
+      boolean(
+          "run", "deterministic", [](C& c) -> auto& { return c.run.deterministic; },
+          "on a GPU: the same bits in every run and after --resume, slower; a CPU's always are"),
       integer<std::int64_t>(
           "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
           "CPU threads; 0: one per processor"),

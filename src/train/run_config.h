@@ -31,6 +31,7 @@ struct RunSettings {
   std::string directory = "runs/run";
   BackendKind device = BackendKind::kCpu;
   std::uint64_t seed = 1;
+  bool deterministic = false;  // Backend::set_deterministic
   std::int64_t threads = 0;  // 0: one per processor
   std::int64_t log_every = 1;
 

@@ -33,6 +33,8 @@ Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
       forward_only_(arenas[MemoryClass::kBatch], transformer_saves(config.model),
                     make_forward_only_plan(transformer_saves(config.model)), tokens_, 1),
       buffers_(arenas[MemoryClass::kBatch], tokens_, config.run.sequence) {
+  // Plans and runs both come by here, so both take the workspaces of this mode.
+  backend.set_deterministic(config.run.deterministic);
   Arena& batch = arenas[MemoryClass::kBatch];
   token_loss_ = batch.take(statistics_type(config.model.dtype), Shape{tokens_});
   loss_sums_ = batch.take(ElementType::kFp64, Shape{config.run.micro_batches});

@@ -31,8 +31,9 @@ struct StepReport {
 
 class Trainer {
  public:
-  /// Lays everything out in `arenas`. With measuring arenas every method computes nothing and only
-  /// takes its memory.
+  /// Lays everything out in `arenas` and sets the backend's mode (run.deterministic), which one backend
+  /// has one of at a time. With measuring arenas every method computes nothing and only takes its
+  /// memory.
   Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas);
 
   /// Initial weights from config.run.seed.

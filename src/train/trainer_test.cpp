@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 
+#include "backend/profiled_backend.h"
 #include "train/run_plan.h"
 
 namespace agoq {
@@ -166,6 +167,28 @@ TEST(Trainer, TakesExactlyThePlannedMemory) {
       run.trainer.evaluate(ragged_batch(1, 1, 10));
       EXPECT_EQ(run.arenas.high_water(), run.plan.classes) << name_of(policy) << " " << gradients;
     }
+  }
+}
+
+// A mode that came after the plan would take other workspaces than were planned.
+TEST(Trainer, SetsTheBackendsModeBeforeAPlanMeasures) {
+  struct Recording : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    void set_deterministic(bool deterministic) override { modes.push_back(deterministic); }
+    void matmul(const Context& context, const Tensor& a, Transpose flip_a, const Tensor& b,
+                Transpose flip_b, const Tensor& c, bool accumulate) override {
+      EXPECT_FALSE(modes.empty());
+      ProfiledBackend::matmul(context, a, flip_a, b, flip_b, c, accumulate);
+    }
+    std::vector<bool> modes;
+  };
+  for (const bool deterministic : {true, false}) {
+    RunConfig config = tiny_config();
+    config.run.deterministic = deterministic;
+    Recording backend(cpu_backend());
+    plan_run(config, backend, 0, false);
+    ASSERT_FALSE(backend.modes.empty());
+    EXPECT_EQ(backend.modes.back(), deterministic);
   }
 }
 

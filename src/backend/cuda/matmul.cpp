@@ -10,8 +10,10 @@
 // accumulates keeps its c in host memory meanwhile and gets it back. That first call waits for the GPU
 // and takes four runs of each candidate; a call while the stream is being captured does not time. Timing
 // may choose otherwise in another run, and another algorithm sums in another order: with
-// Libraries::deterministic the first candidate is taken, which depends on the product alone.
-// Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every product, in plans too.
+// Libraries::deterministic the first candidate that runs is taken, which depends on the product, the GPU
+// and the version of cuBLASLt alone (alignments are the product's too: every run of a plan lays its
+// arenas out alike). Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every
+// product, in plans too.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -246,8 +248,19 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   Product product = describe(key);
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> candidates;
   const int found = find_candidates(handle, key, product, candidates);
+  if (libraries.deterministic) {
+    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    for (int i = 0; i < found && status == CUBLAS_STATUS_NOT_SUPPORTED; ++i) {
+      product.algorithm = candidates[static_cast<std::size_t>(i)].algo;
+      status = run(handle, key, product, product.algorithm, operands);
+      if (status == CUBLAS_STATUS_NOT_SUPPORTED) cudaGetLastError();  // not the next operation's
+    }
+    expect_success(status, "matmul");
+    libraries.products.emplace(key, product);
+    return expect_launched("matmul");
+  }
   product.algorithm = candidates[0].algo;
-  const bool timed = !libraries.deterministic && found > 1 && !is_capturing(operands.stream);
+  const bool timed = found > 1 && !is_capturing(operands.stream);
   if (timed) {
     const Kept kept(key, operands);
     const int best = fastest(libraries, key, product, candidates, found, operands);
@@ -255,7 +268,7 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
     kept.restore();
   }
   // What was not timed for want of a moment to wait is timed when it is seen again.
-  if (timed || libraries.deterministic || found == 1) libraries.products.emplace(key, product);
+  if (timed || found == 1) libraries.products.emplace(key, product);
   expect_success(run(handle, key, product, product.algorithm, operands), "matmul");
 }
 
