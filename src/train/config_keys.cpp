@@ -392,6 +392,13 @@ std::vector<ConfigKey> make_keys() {
       boolean(
           "run", "deterministic", [](C& c) -> auto& { return c.run.deterministic; },
           "on a GPU: the same bits in every run and after --resume, slower; a CPU's always are"),
+      choice<NonFiniteAction>(
+          "run", "nonfinite", [](C& c) -> auto& { return c.run.nonfinite; },
+          {{"stop", NonFiniteAction::kStop}, {"skip", NonFiniteAction::kSkip}},
+          "a step whose loss or gradient is NaN or infinite: fail, or go on without its update"),
+      integer<std::int64_t>(
+          "run", "nonfinite_limit", [](C& c) -> auto& { return c.run.nonfinite_limit; }, 1, kLargest,
+          "skip: so many skipped steps in a row fail the run"),
       integer<std::int64_t>(
           "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
           "CPU threads; 0: one per processor"),

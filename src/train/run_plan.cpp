@@ -91,6 +91,7 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
   trainer.micro_batch(batch);
   trainer.finish_step();
   trainer.evaluate(batch);
+  trainer.first_not_finite(batch);
   plan.classes = arenas.high_water();
   plan.loss_chunk = trainer.loss_workspace();
 

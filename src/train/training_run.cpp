@@ -12,6 +12,7 @@
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "train/memory_probe.h"
+#include "train/nonfinite_steps.h"
 #include "train/progress.h"
 #include "train/run_directory.h"
 #include "train/run_plan.h"
@@ -117,6 +118,7 @@ std::string to_json(const RunSummary& summary) {
   json["policy"] = summary.policy;
   json["steps"] = summary.steps;
   json["stopped"] = summary.stopped;
+  json["skipped_steps"] = summary.skipped_steps;
   json["parameters"] = summary.parameters;
   json["training_loss"] = summary.training_loss;
   json["validation_loss"] = summary.validation_loss;
@@ -143,6 +145,7 @@ RunSummary read_summary(const std::string& directory) {
   try {
     summary.policy = json.at("policy");
     summary.steps = json.at("steps");
+    summary.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     summary.parameters = json.at("parameters");
     summary.training_loss = json.at("training_loss");
     summary.validation_loss = json.at("validation_loss");
@@ -199,10 +202,12 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   Progress progress(label, config.run.steps, config.run.log_every, options.show_progress);
   Speed speed(config.run.steps);
   RunSummary summary;
+  NonFiniteSteps nonfinite(config, trainer, data);
   const auto save = [&] { directory.save(config, trainer, next_sequence); };
 
   while (trainer.step() < config.run.steps && stop_requested == 0) {
     const Clock::time_point start = Clock::now();
+    const std::int64_t first_sequence = next_sequence;
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
       data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
@@ -210,31 +215,36 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
       trainer.micro_batch(batch);
       next_sequence += config.run.micro_batch;
     }
-    const StepReport report = trainer.finish_step();
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    speed.add(seconds);
-
-    const auto tokens = static_cast<double>(config.run.tokens_per_step());
-    metrics << metrics_line(report, seconds, tokens / seconds) << std::flush;
+    const std::optional<StepReport> report = nonfinite.finish_step(first_sequence, batch);
+    if (report) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      speed.add(seconds);
+      const auto tokens = static_cast<double>(config.run.tokens_per_step());
+      metrics << metrics_line(*report, seconds, tokens / seconds) << std::flush;
+      progress.show(report->step, report->loss, tokens / speed.recent_step(),
+                    static_cast<double>(config.run.steps - report->step) * speed.recent_step());
+      summary.training_loss = report->loss;
+    } else {
+      metrics << nonfinite.metrics_line() << std::flush;
+      progress.note(fmt::format("{} {}", label, nonfinite.note()));
+    }
     check(static_cast<bool>(metrics), "{}/metrics.jsonl cannot be written: is the disk full?",
           config.run.directory);
-    progress.show(report.step, report.loss, tokens / speed.recent_step(),
-                  static_cast<double>(config.run.steps - report.step) * speed.recent_step());
-    summary.training_loss = report.loss;
 
-    const bool last = report.step == config.run.steps;
-    if (last || (config.run.validate_every > 0 && report.step % config.run.validate_every == 0)) {
+    const std::int64_t step = trainer.step();
+    const bool last = step == config.run.steps;
+    if (last || (config.run.validate_every > 0 && step % config.run.validate_every == 0)) {
       const ValidationResult validation =
           validate(trainer, data, config, config.run.validation_batches, batch);
-      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})",
-                             report.step, validation.loss, validation.tokens)
+      metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})", step,
+                             validation.loss, validation.tokens)
               << '\n'
               << std::flush;
-      progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, report.step,
+      progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, step,
                                 validation.loss, validation.tokens));
       summary.validation_loss = validation.loss;
     }
-    if (last || (config.checkpoint.every > 0 && report.step % config.checkpoint.every == 0)) save();
+    if (last || (config.checkpoint.every > 0 && step % config.checkpoint.every == 0)) save();
   }
 
   summary.stopped = trainer.step() < config.run.steps;
@@ -246,6 +256,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   summary.policy = label;
   summary.steps = trainer.step();
+  summary.skipped_steps = nonfinite.skipped();
   summary.parameters = plan.parameters;
   summary.order1_byte_loss = order1_byte_loss;
   summary.saved_activation_bytes = trainer.activations().high_water();

@@ -17,7 +17,8 @@ namespace agoq {
 struct RunSummary {
   std::string policy;
   std::int64_t steps = 0;
-  bool stopped = false;  // by a signal, before the last step
+  bool stopped = false;            // by a signal, before the last step
+  std::int64_t skipped_steps = 0;  // by run.nonfinite, since the run was started or resumed
   std::int64_t parameters = 0;
   double training_loss = 0;                // of the last step
   double validation_loss = 0;              // nats per token, after the last step
