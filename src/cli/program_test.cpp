@@ -316,6 +316,32 @@ TEST_F(TinyRuns, ASignalledRunStillPrintsItsSummary) {
   EXPECT_LT(json.at("steps"), 1000000);
 }
 
+// The CUDA backend is a module, and what keeps the loader from opening it is told in one line.
+TEST_F(TinyRuns, TellsWhyTheCudaBackendCannotBeOpened) {
+  folder_.write("text.so", "no library");
+  const auto expect_line = [&](const std::string& module, const std::vector<std::string>& parts) {
+    SCOPED_TRACE(module);
+    for (const char* command : {"train", "plan"}) {
+      const Outcome outcome = run(fmt::format("{} {} --set run.device=cuda", command, path("run.toml")),
+                                  "AGOQ_CUDA_MODULE=" + module + " ");
+      EXPECT_EQ(outcome.status, 2);
+      EXPECT_EQ(outcome.out, "");
+      EXPECT_EQ(outcome.error.rfind("agoq: ", 0), 0u) << outcome.error;
+      EXPECT_EQ(outcome.error.find('\n'), outcome.error.size() - 1) << outcome.error;
+      for (const std::string& part : parts) {
+        EXPECT_NE(outcome.error.find(part), std::string::npos) << outcome.error;
+      }
+    }
+    EXPECT_FALSE(std::filesystem::exists(path("run")));
+  };
+  expect_line(AGOQ_MODULE_WITHOUT_LIBRARY,
+              {"needs libcublasLt.so.99, which the loader does not find", "libraries of CUDA 99",
+               "LD_LIBRARY_PATH", "run.device=cpu"});
+  expect_line(path("nowhere.so"), {path("nowhere.so"), "No such file", "AGOQ_CUDA_MODULE"});
+  expect_line(path("text.so"), {path("text.so"), "build it again"});
+  expect_line("libm.so.6", {"libm.so.6 is not agoq's CUDA backend", "AGOQ_CUDA_MODULE"});
+}
+
 /// Metrics without the timings.
 std::string losses(const std::string& metrics) {
   return std::regex_replace(metrics, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"),

@@ -14,6 +14,7 @@ enum class ErrorKind {
   kFailure,    // the run failed: exit status 1
   kInput,      // bad input or configuration: exit status 2
   kNotFinite,  // a loss or gradient is NaN or Inf: a run may skip the step, else exit status 1
+  kDevice,     // an operation failed on the device, which may be lost for this process: exit status 1
 };
 
 class Error : public std::runtime_error {

@@ -208,6 +208,51 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
   EXPECT_EQ(losses[0], losses[1]);
 }
 
+// What does not fit a device is said before the run, with the fewest layers to recompute that fit.
+TEST(RunPlan, NamesTheSettingThatMakesARunFit) {
+  struct Small : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override { return {{"a small GPU", 1 << 30, free, 0}}; }
+    std::size_t free = 1 << 30;
+  };
+  Small backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.model.layers = 8;
+  config.run.sequence = 200;
+  const std::size_t whole = plan_run(config, backend, 0, false).predicted_peak();
+  config.activations.recompute_layers = 8;
+  const std::size_t least = plan_run(config, backend, 0, false).predicted_peak();
+  config.activations.recompute_layers = 0;
+  ASSERT_LT(least, whole);
+  const auto refusal = [&](std::size_t free) -> std::string {
+    backend.free = free;
+    try {
+      check_fits(plan_run(config, backend, 0, false), config, backend);
+      return "fits";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      return error.what();
+    }
+  };
+  EXPECT_EQ(refusal(whole), "fits");
+  const std::size_t between = (least + whole) / 2;
+  const std::optional<std::int64_t> layers = fewest_recomputed_layers(config, backend, between);
+  ASSERT_TRUE(layers.has_value());
+  const std::string text = refusal(between);
+  EXPECT_NE(text.find(fmt::format("would take {} bytes of a small GPU, where {} of {} are free", whole,
+                                  between, 1 << 30)),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find(fmt::format("set activations.recompute_layers = {} ", *layers)), std::string::npos)
+      << text;
+  config.activations.recompute_layers = *layers;
+  EXPECT_EQ(refusal(between), "fits");
+  config.activations.recompute_layers = *layers - 1;
+  EXPECT_NE(refusal(between), "fits");
+  config.activations.recompute_layers = 0;
+  EXPECT_NE(refusal(least / 2).find("lower train.micro_batch"), std::string::npos);
+}
+
 // In 8-bit mode a gradient in higher precision exists for one parameter at a time.
 TEST(Trainer, HoldsNoGradientInHigherPrecisionBeyondOneParameter) {
   RunConfig config = tiny_config();

@@ -11,6 +11,7 @@
 
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/training_state.h"
 #include "train/memory_probe.h"
 #include "train/nonfinite_steps.h"
 #include "train/progress.h"
@@ -165,7 +166,11 @@ RunSummary read_summary(const std::string& directory) {
   return summary;
 }
 
-RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+namespace {
+
+/// run_training; step_under_way counts from 1 and is 0 before the first.
+RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions& options,
+                     std::int64_t& step_under_way) {
   RunDirectory directory(config.run.directory, options.start);
   const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
@@ -177,6 +182,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   const double order1_byte_loss = data.order1_loss();
   const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
   check_fits(plan, config, backend);
+  backend.expect_ready();
   directory.lock();
 
   RunArenas arenas(backend.allocator(), plan.classes);
@@ -208,6 +214,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   while (trainer.step() < config.run.steps && stop_requested == 0) {
     const Clock::time_point start = Clock::now();
     const std::int64_t first_sequence = next_sequence;
+    step_under_way = trainer.step() + 1;
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
       data.fill(Split::kTraining, config.run.seed, next_sequence, config.run.micro_batch,
@@ -272,6 +279,27 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   if (!summary.stopped) directory.write("summary.json", to_json(summary));
   return summary;
+}
+
+/// What a run that fails now can go on from.
+std::string saved_state(const RunConfig& config) {
+  const std::optional<std::int64_t> step = latest_checkpoint(config.run.directory + "/checkpoints");
+  if (!step) return "nothing was saved before";
+  return fmt::format("the last saved state, {}/checkpoints/step-{}, is intact: go on with --resume",
+                     config.run.directory, *step);
+}
+
+}  // namespace
+
+RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  std::int64_t step_under_way = 0;
+  try {
+    return run_steps(config, backend, options, step_under_way);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kDevice || step_under_way == 0) throw;
+    throw Error(error.kind(),
+                fmt::format("step {}: {}; {}", step_under_way, error.what(), saved_state(config)));
+  }
 }
 
 }  // namespace agoq

@@ -42,7 +42,8 @@ struct RunOptions {
 };
 
 /// Trains, or goes on from the newest checkpoint. On SIGTERM or SIGINT saves a checkpoint and returns
-/// after the step under way, with summary.stopped set.
+/// after the step under way, with summary.stopped set. What fails on the device fails the run with the
+/// step, the operation and the last checkpoint named.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

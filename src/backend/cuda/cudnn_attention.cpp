@@ -2,6 +2,7 @@
 
 #include "backend/cuda/device.h"
 #include "backend/cuda/ragged_offsets.h"
+#include "backend/gpu_requirements.h"
 
 #ifdef AGOQ_HAS_CUDNN
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
@@ -95,6 +96,7 @@ std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int6
 
 struct CudnnAttention::State {
   bool warned = false;
+  std::string problem;  // none: the build asks for no cuDNN
 };
 
 CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
@@ -105,6 +107,7 @@ bool CudnnAttention::available() {
   state_->warned = true;
   return false;
 }
+const std::string& CudnnAttention::problem() { return state_->problem; }
 bool CudnnAttention::forward(const Context&, const AttentionShape&, const Tensor&, const Documents&,
                              const Tensor&, const Tensor&, std::byte*) {
   return false;
@@ -322,23 +325,32 @@ GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::in
 
 struct CudnnAttention::State {
   bool looked = false;
+  std::string problem;  // known after look()
   void* library = nullptr;
   cudnnHandle_t handle = nullptr;
   std::map<GraphKey, Graph> graphs;
 
   bool look() {
-    if (looked) return library != nullptr;
+    if (looked) return problem.empty();
     looked = true;
     const std::string name = fmt::format("libcudnn.so.{}", CUDNN_MAJOR);
     library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      const char* const reason = dlerror();
-      warn(fmt::format("cuDNN could not be opened ({}): install it or add its folder to LD_LIBRARY_PATH",
-                       reason == nullptr ? name.c_str() : reason));
-      return false;
+    const char* const words = library == nullptr ? dlerror() : nullptr;
+    LibraryVersion found;
+    if (library != nullptr) {
+      using Version = std::size_t (*)();
+      const auto version = reinterpret_cast<Version>(dlsym(library, "cudnnGetVersion"));
+      const int number = version == nullptr ? 0 : static_cast<int>(version());  // 91900: 9.19.0
+      found = {number / 10000, number % 10000 / 100};
     }
-    cudnn_frontend::cudnn_dlhandle = library;
-    return true;
+    problem =
+        cudnn_problem({CUDNN_MAJOR, CUDNN_MINOR}, found, words == nullptr ? "it is no cuDNN" : words);
+    if (problem.empty()) {
+      cudnn_frontend::cudnn_dlhandle = library;
+    } else {
+      warn(problem);
+    }
+    return problem.empty();
   }
 
   /// Cuts memory into pieces at multiples of 256 bytes.
@@ -455,8 +467,12 @@ struct CudnnAttention::State {
           "{}: cuDNN does not take the stream", operation);
     const auto execute = [&](Pointers& of) {
       fe::error_t status = found->graph->execute(handle, of, workspace);
-      check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
-            status.get_message());
+      if (status.is_bad()) {
+        throw Error(ErrorKind::kDevice,
+                    device_failure(operation, "cuDNN", first_line(status.get_message()),
+                                   waits_for_each_operation()));
+      }
+      expect_launched(operation);
     };
     if (!backward || !key.ragged()) {
       execute(pointers);
@@ -501,6 +517,10 @@ CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
 CudnnAttention::~CudnnAttention() { static_cast<void>(state_.release()); }
 
 bool CudnnAttention::available() { return state_->look(); }
+const std::string& CudnnAttention::problem() {
+  state_->look();
+  return state_->problem;
+}
 
 bool CudnnAttention::forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
                              const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,

@@ -20,11 +20,12 @@
 // H200 at 16,384 to 131,072 tokens to 256 bytes, and 4 MiB; a graph that asks for more is not used.
 //
 // cuDNN is opened at run time. Where it or its headers are missing, nothing is available and the plain
-// kernels of attention.cu serve.
+// kernels of attention.cu serve; a run refuses to start so slow where the build had cuDNN (problem()).
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "backend/backend.h"
 
@@ -37,6 +38,9 @@ class CudnnAttention {
 
   /// Whether cuDNN was found; needs no GPU. The first call that finds none writes a line to stderr.
   bool available();
+  /// What is wrong with the cuDNN that this build asks for, and what to do; empty where it serves, or
+  /// the build has none.
+  const std::string& problem();
   /// The workspace to take for a call.
   static std::size_t planned_bytes(const AttentionShape& shape, std::int64_t tokens, bool backward);
 

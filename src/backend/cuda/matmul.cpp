@@ -37,8 +37,9 @@ constexpr std::int64_t kSlabBytes = std::int64_t{64} << 20;
 constexpr std::int64_t kTileRows = 128, kTileColumns = 256;
 
 void expect_success(cublasStatus_t status, std::string_view operation) {
-  check(status == CUBLAS_STATUS_SUCCESS, "{}: cuBLASLt reports '{}'; the last saved state is intact",
-        operation, cublasLtGetStatusString(status));
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(ErrorKind::kDevice, device_failure(operation, "cuBLASLt", cublasLtGetStatusString(status),
+                                                 waits_for_each_operation()));
 }
 
 /// The largest power of two up to 256 that divides the address.
@@ -219,6 +220,7 @@ int fastest(Libraries& libraries, const ProductKey& key, Product& product,
       if (run(libraries.cublas(), key, product, candidates[at].algo, operands) !=
           CUBLAS_STATUS_SUCCESS) {
         milliseconds[at] = std::numeric_limits<float>::infinity();
+        cudaGetLastError();  // it is this candidate's, not the next operation's
         continue;
       }
       cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
@@ -243,7 +245,7 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   const cublasLtHandle_t handle = libraries.cublas();
   if (const auto known = libraries.products.find(key); known != libraries.products.end()) {
     expect_success(run(handle, key, known->second, known->second.algorithm, operands), "matmul");
-    return;
+    return expect_launched("matmul");
   }
   Product product = describe(key);
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> candidates;
@@ -270,6 +272,7 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   // What was not timed for want of a moment to wait is timed when it is seen again.
   if (timed || found == 1) libraries.products.emplace(key, product);
   expect_success(run(handle, key, product, product.algorithm, operands), "matmul");
+  expect_launched("matmul");
 }
 
 /// Rows of dW per slab: within kSlabBytes, whole tiles, and the fewest waves of tiles over the GPU's
@@ -308,6 +311,8 @@ Libraries::~Libraries() = default;
 cublasLtHandle_t Libraries::cublas() {
   if (cublas_ == nullptr) {
     device();  // says what is missing where there is no GPU
+    const int version = static_cast<int>(cublasLtGetVersion());
+    check_cublas({CUBLAS_VER_MAJOR, CUBLAS_VER_MINOR}, {version / 10000, version % 10000 / 100});
     expect_success(cublasLtCreate(&cublas_), "opening cuBLASLt");
     for (cudaEvent_t& event : events) cuda::expect_success(cudaEventCreate(&event), "opening cuBLASLt");
   }
