@@ -253,6 +253,47 @@ TEST(RunPlan, NamesTheSettingThatMakesARunFit) {
   EXPECT_NE(refusal(least / 2).find("lower train.micro_batch"), std::string::npos);
 }
 
+/// Bytes that the backend of the next test takes for backward attention in one call.
+constexpr std::size_t kHungryWorkspace = std::size_t{64} << 20;
+
+// A backend whose backward attention takes memory by the heads is cut into groups before a run is
+// refused.
+TEST(RunPlan, CutsAttentionIntoTheFewestGroupsThatFit) {
+  struct Hungry : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override { return {{"a small GPU", total, free, 0}}; }
+    void set_attention_groups(int count) override { groups = count; }
+    void attention_backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+                            const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                            const Documents& documents, const Tensor& dqkv) override {
+      const Arena::Scope scope(context.workspace);
+      context.workspace.take(kHungryWorkspace / static_cast<std::size_t>(groups));
+      ProfiledBackend::attention_backward(context, shape, dout, qkv, out, log_sum_exp, documents, dqkv);
+    }
+    std::size_t total = std::size_t{1} << 40, free = std::size_t{1} << 40;
+    int groups = 0;
+  };
+  Hungry backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.model.heads = config.model.kv_heads = 6;
+  const RunPlan whole = plan_run(config, backend, 0, false);
+  EXPECT_EQ(whole.attention_groups, 1);
+  for (const int groups : {2, 3, 6}) {
+    const std::size_t saved = kHungryWorkspace - kHungryWorkspace / static_cast<std::size_t>(groups);
+    backend.free = whole.predicted_peak() - saved + 4096;
+    const RunPlan plan = plan_run(config, backend, 0, false);
+    EXPECT_EQ(plan.attention_groups, groups);
+    EXPECT_EQ(backend.groups, groups) << "as the run needs it";
+    EXPECT_LE(plan.predicted_peak(), backend.free);
+    EXPECT_NO_THROW(check_fits(plan, config, backend));
+  }
+  backend.free = whole.predicted_peak() - kHungryWorkspace;
+  EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1) << "no number of them is enough";
+  // A machine without the device: whatever the run may need.
+  backend.total = 0;
+  EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1);
+}
+
 // In 8-bit mode a gradient in higher precision exists for one parameter at a time.
 TEST(Trainer, HoldsNoGradientInHigherPrecisionBeyondOneParameter) {
   RunConfig config = tiny_config();

@@ -45,6 +45,8 @@ struct Libraries {
   /// Set: the heuristic's first candidate that runs, untimed, and plain attention, so that every run
   /// computes the same bits.
   bool deterministic = false;
+  /// Calls into which backward attention is cut, at most: Backend::set_attention_groups.
+  int attention_groups = 1;
   std::map<ProductKey, Product> products;
   std::array<cudaEvent_t, 2> events{};  // start and end of a timing; made with the handle
   CudnnAttention attention;
