@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/profiled_backend.h"
 #include "checkpoint/training_state.h"
 #include "core/temporary_folder.h"
 #include "train/inference.h"
@@ -239,6 +240,52 @@ TEST(TrainingRun, EvaluatesAndGeneratesFromTheRunDirectory) {
   generate(*inference, {"the r", 20, 0.0, 1}, [&](char byte) { likely += byte; });
   EXPECT_EQ(likely.find_first_not_of("abcdefghijklmnopqrstuvwxyz .\n1"), std::string::npos) << likely;
   EXPECT_GT(summary.tokens_per_second, 0);
+}
+
+// After a launch failure nothing on the device can be used: what was saved before must be whole.
+TEST(TrainingRun, AFailureOnTheDeviceNamesStepAndOperationAndLeavesTheLastCheckpoint) {
+  struct Failing : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    void attention_backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+                            const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                            const Documents& documents, const Tensor& dqkv) override {
+      if (context.random.step == fails_at && !context.workspace.is_measuring()) {
+        throw Error(ErrorKind::kDevice, "attention_backward: CUDA reports 'unspecified launch failure'");
+      }
+      ProfiledBackend::attention_backward(context, shape, dout, qkv, out, log_sum_exp, documents, dqkv);
+    }
+    std::uint32_t fails_at = 4;
+  };
+  const TemporaryFolder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 6;
+  config.checkpoint.every = 2;
+  config.checkpoint.keep = 9;
+  const auto failure = [&](Failing& backend) -> std::string {
+    try {
+      run_training(config, backend, {RunStart::kNew, /*show_progress=*/false});
+      return "it went on";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDevice);
+      return error.what();
+    }
+  };
+  Failing failing(cpu_backend());
+  EXPECT_EQ(failure(failing),
+            "step 4: attention_backward: CUDA reports 'unspecified launch failure'; the last saved "
+            "state, " +
+                config.run.directory + "/checkpoints/step-2, is intact: go on with --resume");
+  train(config, RunStart::kResume);
+  RunConfig whole = small_run(folder, "whole");
+  whole.run.steps = 6;
+  train(whole);
+  EXPECT_EQ(losses(config), losses(whole));
+  config.run.directory = folder.path("first");
+  failing.fails_at = 1;
+  EXPECT_EQ(failure(failing),
+            "step 1: attention_backward: CUDA reports 'unspecified launch failure'; nothing was saved "
+            "before");
 }
 
 TEST(TrainingRun, SavesAndStopsOnSigterm) {

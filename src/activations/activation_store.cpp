@@ -41,8 +41,14 @@ void LayerFrame::save(const Context& context, int slot, const Tensor& tensor) {
   }
 }
 
+void LayerFrame::tell_observer(int slot, const Tensor& tensor) const {
+  if (!store_.observer_) return;
+  store_.observer_(store_.name_of_slot(layer_, static_cast<std::size_t>(slot)), tensor);
+}
+
 QuantTensor LayerFrame::destination(int slot, const Tensor& tensor) {
   const Entry& found = entry(slot);
+  tell_observer(slot, tensor);
   if (!found.packed) return {};
   if (tensor.data == found.packed.codes) {
     check(found.saved, "{}: a tensor inside the store that output() did not hand out",
@@ -54,10 +60,12 @@ QuantTensor LayerFrame::destination(int slot, const Tensor& tensor) {
 
 Tensor LayerFrame::output(const Context& context, int slot) {
   const SaveSlot& declared = slot_of(slot);
-  if (kept(slot) && entry(slot).packed.format == exact_format(declared.type)) {
-    return mark_saved(slot).packed.exact();
-  }
-  return context.workspace.take(declared.type, Shape{store_.tokens_, declared.width});
+  const bool in_store = kept(slot) && entry(slot).packed.format == exact_format(declared.type);
+  const Tensor tensor =
+      in_store ? mark_saved(slot).packed.exact()
+               : context.workspace.take(declared.type, Shape{store_.tokens_, declared.width});
+  tell_observer(slot, tensor);
+  return tensor;
 }
 
 QuantTensor LayerFrame::saved(int slot) { return mark_loaded(slot).packed; }

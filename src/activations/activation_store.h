@@ -9,7 +9,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "activations/bit_plan.h"
@@ -60,6 +62,7 @@ class LayerFrame {
       : store_(store), entries_(entries), layer_(layer) {}
   Entry& entry(int slot) const;
   const SaveSlot& slot_of(int slot) const;
+  void tell_observer(int slot, const Tensor& tensor) const;
   /// The entry of a kept slot, now saved; throws if it was saved before.
   Entry& mark_saved(int slot);
   /// The entry of a saved slot, now loaded; throws if it was not saved.
@@ -94,6 +97,11 @@ class ActivationStore {
   std::size_t frame_bytes() const { return frame_bytes_; }
   std::size_t high_water() const { return high_water_; }
 
+  /// Is told of each tensor that forward computes for a slot, or hands over to be saved, whether the
+  /// plan keeps it or not. An empty function ends it.
+  using Observer = std::function<void(const std::string& name, const Tensor& tensor)>;
+  void observe(Observer observer) { observer_ = std::move(observer); }
+
   /// Sets all counters to zero.
   void reset_counters(const Context&);
   /// Slots ("layer 3 gate_up") that counted anything since the last reset.
@@ -109,6 +117,7 @@ class ActivationStore {
   std::vector<LayerFrame::Entry> place_layer(Arena& arena, std::size_t layer,
                                              const LayerPlan& plan) const;
 
+  Observer observer_;
   std::vector<LayerSlots> layers_;
   BitPlan plan_;
   std::int64_t tokens_;

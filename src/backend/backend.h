@@ -106,6 +106,13 @@ class Backend {
   /// With true, an operation computes the same bits in every run. For backends where that costs speed or
   /// memory; others always do. To be set before a plan is made: it changes workspaces.
   virtual void set_deterministic(bool) {}
+  /// Backward attention may be computed in up to so many calls, each of a group of key/value heads with
+  /// its query heads, one after the other in the workspace of one: for backends whose workspace grows
+  /// with the heads. To be set before a plan is made, too; plan_run does.
+  virtual void set_attention_groups(int) {}
+  /// Throws Error (kInput) saying what is missing when a run could not be computed here: a device, its
+  /// driver, libraries. To be called in the mode of the run, before the run touches anything.
+  virtual void expect_ready() {}
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;

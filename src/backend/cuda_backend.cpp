@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "backend/backend.h"
+#include "backend/gpu_requirements.h"
 
 namespace agoq {
 namespace {
@@ -37,15 +38,15 @@ Backend& open() {
   // The module stays open to the end of the process: its backend has static storage.
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr) {
-    const char* const reason = dlerror();
+    const char* const words = dlerror();
     fail_input(
-        "the CUDA backend could not be opened: {}: install that library or add its folder to "
-        "LD_LIBRARY_PATH",
-        reason == nullptr ? path.string() : reason);
+        "{}", module_problem(path.string(), words == nullptr ? "no reason given" : words, loader_finds));
   }
   using Entry = Backend* (*)();
   const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));
-  check(entry != nullptr, "{} is not agoq's CUDA backend: build it again", path.string());
+  check_input(entry != nullptr,
+              "{} is not agoq's CUDA backend: build it again (./dev build), or correct AGOQ_CUDA_MODULE",
+              path.string());
   return *entry();
 }
 

@@ -37,6 +37,8 @@ class ProfiledBackend : public Backend {
   std::optional<DeviceMemory> device_memory() override { return backend_.device_memory(); }
   double time(const Context&, const std::function<void()>& work) override;
   void set_deterministic(bool deterministic) override { backend_.set_deterministic(deterministic); }
+  void set_attention_groups(int groups) override { backend_.set_attention_groups(groups); }
+  void expect_ready() override { backend_.expect_ready(); }
 
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
   void copy(const Context&, const Tensor& source, const Tensor& destination) override;

@@ -115,6 +115,12 @@ void plan_command(const PlanArguments& arguments) {
       config.run.micro_batch, config.run.sequence, config.run.micro_batches);
   print_slots(plan);
   print_classes(plan);
+  if (plan.attention_groups > 1) {
+    fmt::print(
+        "\nBackward attention runs in {} groups of key/value heads: all at once would not fit the {} "
+        "that are free.\n",
+        plan.attention_groups, bytes_text(static_cast<std::int64_t>(plan.device->free)));
+  }
   if (config.data.paths.empty()) {
     fmt::print("\ndata.paths is empty: the text is not counted.\n");
   } else if (!found) {

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <string>
 
 #include "core/temporary_folder.h"
@@ -457,6 +458,93 @@ TEST_F(TinyRuns, SavesAndStopsWhenNobodyReadsItsOutput) {
       fmt::format("train {} --resume --json --set train.steps={}", path("run/config.toml"), step + 1));
   EXPECT_EQ(resumed.status, 0) << resumed.error;
 }
+
+// The CUDA backend is a module, and what keeps the loader from opening it is told in one line.
+TEST_F(TinyRuns, TellsWhyTheCudaBackendCannotBeOpened) {
+  folder_.write("text.so", "no library");
+  const auto expect_line = [&](const std::string& module, const std::vector<std::string>& parts) {
+    SCOPED_TRACE(module);
+    for (const char* command : {"train", "plan"}) {
+      const Outcome outcome = run(fmt::format("{} {} --set run.device=cuda", command, path("run.toml")),
+                                  "AGOQ_CUDA_MODULE=" + module + " ");
+      EXPECT_EQ(outcome.status, 2);
+      EXPECT_EQ(outcome.out, "");
+      EXPECT_EQ(outcome.error.rfind("agoq: ", 0), 0u) << outcome.error;
+      EXPECT_EQ(outcome.error.find('\n'), outcome.error.size() - 1) << outcome.error;
+      for (const std::string& part : parts) {
+        EXPECT_NE(outcome.error.find(part), std::string::npos) << outcome.error;
+      }
+    }
+    EXPECT_FALSE(std::filesystem::exists(path("run")));
+  };
+  expect_line(AGOQ_MODULE_WITHOUT_LIBRARY,
+              {"needs libcublasLt.so.99, which the loader does not find", "libraries of CUDA 99",
+               "LD_LIBRARY_PATH", "run.device=cpu"});
+  expect_line(path("nowhere.so"), {path("nowhere.so"), "No such file", "AGOQ_CUDA_MODULE"});
+  expect_line(path("text.so"), {path("text.so"), "build it again"});
+  expect_line("libm.so.6", {"libm.so.6 is not agoq's CUDA backend", "AGOQ_CUDA_MODULE"});
+}
+
+/// Metrics without the timings.
+std::string losses(const std::string& metrics) {
+  return std::regex_replace(metrics, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"),
+                            "");
+}
+
+/// Why the program cannot train on this device here; empty where it can.
+std::string unusable(const std::string& device) {
+  if (device == "cpu") return "";
+  const auto cuda = nlohmann::json::parse(run("info --json").out).at("cuda");
+  return cuda.at("available").get<bool>() ? "" : cuda.at("reason").get<std::string>();
+}
+
+class TinyRunsOn : public TinyRuns, public testing::WithParamInterface<const char*> {};
+
+// Each part in a process of its own: what the first one chose by timing is forgotten in the second.
+TEST_P(TinyRunsOn, ADeterministicRunThatIsStoppedAndResumedHasTheBitsOfOneThatIsNot) {
+  const std::string reason = unusable(GetParam());
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  // On a GPU as large as it takes for several algorithms to be worth timing.
+  std::string common = fmt::format(
+      "--json --set run.device={} --set run.deterministic=true --set train.steps=6 "
+      "--set checkpoint.every=3 --set train.micro_batches=2",
+      GetParam());
+  if (GetParam() == std::string("cuda")) {
+    common +=
+        " --set model.hidden=1024 --set model.layers=2 --set model.heads=16 --set model.kv_heads=4 "
+        "--set "
+        "model.head_size=64 --set model.feed_forward=2816 --set train.sequence=512 --set "
+        "train.micro_batch=2";
+    // As much text as sequences of this length take.
+    for (int d = 0; d < 20; ++d) {
+      std::string text;
+      for (int s = 0; s < 400; ++s) text += fmt::format("document {} keeps sentence {}. ", d, s);
+      folder_.write(fmt::format("text/{:02}.txt", d), text);
+    }
+  }
+  const auto run_in = [&](const std::string& name, const std::string& how) {
+    const Outcome outcome = run(train(common + " --set run.directory=" + path(name) + how));
+    ASSERT_EQ(outcome.status, 0) << outcome.error;
+  };
+  run_in("whole", "");
+  run_in("parts", "");
+  // As if it had been killed between the two checkpoints.
+  std::filesystem::remove_all(path("parts/checkpoints/step-6"));
+  std::filesystem::remove(path("parts/summary.json"));
+  run_in("parts", " --resume");
+  for (const char* file : {"model.safetensors", "state.safetensors"}) {
+    for (const char* step : {"step-3", "step-6"}) {
+      const std::string name = fmt::format("/checkpoints/{}/{}", step, file);
+      EXPECT_TRUE(read_file(path("whole" + name)) == read_file(path("parts" + name))) << name;
+      EXPECT_FALSE(read_file(path("whole" + name)).empty()) << name;
+    }
+  }
+  EXPECT_EQ(losses(read_file(path("whole/metrics.jsonl"))),
+            losses(read_file(path("parts/metrics.jsonl"))));
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, TinyRunsOn, testing::Values("cpu", "cuda"),
+                         [](const auto& device) { return std::string(device.param); });
 
 TEST_F(TinyRuns, WeightsThatAreNotFiniteFailEvalAndGenerate) {
   train_once();

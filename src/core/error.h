@@ -11,8 +11,10 @@
 namespace agoq {
 
 enum class ErrorKind {
-  kFailure,  // the run failed: exit status 1
-  kInput,    // bad input or configuration: exit status 2
+  kFailure,    // the run failed: exit status 1
+  kInput,      // bad input or configuration: exit status 2
+  kNotFinite,  // a loss or gradient is NaN or Inf: a run may skip the step, else exit status 1
+  kDevice,     // an operation failed on the device, which may be lost for this process: exit status 1
 };
 
 class Error : public std::runtime_error {
@@ -34,6 +36,12 @@ template <typename... Args>
 template <typename... Args>
 [[noreturn]] void fail(fmt::format_string<Args...> text, Args&&... args) {
   throw Error(ErrorKind::kFailure, fmt::format(text, std::forward<Args>(args)...));
+}
+
+/// Throws an Error of kind kNotFinite with the formatted text unless `condition` holds.
+template <typename... Args>
+void check_finite(bool condition, fmt::format_string<Args...> text, Args&&... args) {
+  if (!condition) throw Error(ErrorKind::kNotFinite, fmt::format(text, std::forward<Args>(args)...));
 }
 
 /// Throws an Error of kind kInput with the formatted text unless `condition` holds.

@@ -78,20 +78,22 @@ double MainGradients::norm(const Context& context, double scale) const {
   std::vector<double> sums(parameters_.size());
   context.backend.read(context, sums_.data, sums.data(), sums_.bytes());
   // A quantised format stores NaN as zero and Inf as its largest value: there only the counter tells.
-  for (const NamedCounts& counted : read_counters(context)) {
-    check(counted.counts.non_finite == 0,
-          "the gradient of '{}' must be finite, but {} NaN or Inf elements were added to it: look for "
-          "the overflow in that layer's activations, or lower the learning rate",
-          counted.name, counted.counts.non_finite);
+  // From the last parameter, whose gradient backward computes first: those before it may have it from
+  // there.
+  const std::vector<QuantCounts> counts = read_counts(context, counters_);
+  for (std::size_t parameter = parameters_.size(); parameter-- > 0;) {
+    check_finite(
+        counts[parameter].non_finite == 0,
+        "the gradient of '{}' must be finite, but {} NaN or Inf elements were added to it: look "
+        "for the overflow in that layer's activations, or lower the learning rate",
+        parameters_[parameter].name, counts[parameter].non_finite);
+    check_finite(std::isfinite(sums[parameter]),
+                 "the gradient of '{}' must be finite, but its sum of squares is {}: look for the "
+                 "overflow in that layer's activations, or lower the learning rate",
+                 parameters_[parameter].name, sums[parameter]);
   }
   double total = 0.0;
-  for (std::size_t parameter = 0; parameter < parameters_.size(); ++parameter) {
-    check(std::isfinite(sums[parameter]),
-          "the gradient of '{}' must be finite, but its sum of squares is {}: look for the overflow in "
-          "that layer's activations, or lower the learning rate",
-          parameters_[parameter].name, sums[parameter]);
-    total += sums[parameter];
-  }
+  for (const double sum : sums) total += sum;
   return std::sqrt(total) * scale;
 }
 

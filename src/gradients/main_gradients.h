@@ -44,8 +44,9 @@ class MainGradients {
   std::size_t bytes() const { return bytes_; }
 
   /// Square root of the sum of squares over all parameters, times `scale`; partial sums in double
-  /// precision, in parameter order. Throws Error naming the parameter when one is not finite: by its
-  /// counter where the format cannot store NaN and Inf, by its sum where it can. 0 when measuring.
+  /// precision, in parameter order. Throws Error (kNotFinite) naming the parameter when one is not
+  /// finite: by its counter where the format cannot store NaN and Inf, by its sum where it can. 0 when
+  /// measuring.
   double norm(const Context&, double scale) const;
 
   /// Parameters that counted anything since zero().

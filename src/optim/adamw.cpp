@@ -79,10 +79,11 @@ double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
   const double norm = gradients.norm(context, gradient_scale);
   const bool clip = config_.clip_norm > 0 && norm > config_.clip_norm;
   const double clip_factor = clip ? config_.clip_norm / norm : 1.0;
-  check(norm * clip_factor <= kLargestNorm,
-        "the gradient norm must be at most {} for its square to fit the second moment; it is {}: set "
-        "optimizer.clip_norm or lower the learning rate",
-        kLargestNorm, norm);
+  check_finite(
+      norm * clip_factor <= kLargestNorm,
+      "the gradient norm must be at most {} for its square to fit the second moment; it is {}: set "
+      "optimizer.clip_norm or lower the learning rate",
+      kLargestNorm, norm);
 
   AdamwStep scalars;
   scalars.master = master_kind_;

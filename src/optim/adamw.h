@@ -52,7 +52,8 @@ class AdamW {
   void initialise(const Context&, std::size_t parameter, const Tensor& initial, const Tensor& weight);
 
   /// Updates all weights. gradient_scale: 1 / valid tokens. Clips by the global norm, which it
-  /// returns (before clipping, scaled). step counts from 1.
+  /// returns (before clipping, scaled). step counts from 1. Throws Error (kNotFinite), with all state as
+  /// it was, when the norm is not finite or too large for the second moments.
   double update(const Context&, const std::vector<Tensor>& weights, const MainGradients& gradients,
                 double learning_rate, double gradient_scale, std::int64_t step);
 

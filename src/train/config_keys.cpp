@@ -398,6 +398,16 @@ std::vector<ConfigKey> make_keys() {
       integer<std::uint64_t>(
           "run", "seed", [](C& c) -> auto& { return c.run.seed; }, 0, kLargest,
           "of weights and stochastic rounding; data.seed is that of the order of documents"),
+      may_change(boolean(
+          "run", "deterministic", [](C& c) -> auto& { return c.run.deterministic; },
+          "on a GPU: the same bits in every run and after --resume, slower; a CPU's always are")),
+      may_change(choice<NonFiniteAction>(
+          "run", "nonfinite", [](C& c) -> auto& { return c.run.nonfinite; },
+          {{"stop", NonFiniteAction::kStop}, {"skip", NonFiniteAction::kSkip}},
+          "a step whose loss or gradient is NaN or infinite: fail, or go on without its update")),
+      may_change(integer<std::int64_t>(
+          "run", "nonfinite_limit", [](C& c) -> auto& { return c.run.nonfinite_limit; }, 1, kLargest,
+          "skip: so many skipped steps in a row fail the run")),
       may_change(integer<std::int64_t>(
           "run", "threads", [](C& c) -> auto& { return c.run.threads; }, 0, 4096,
           "CPU threads; 0: one per processor")),

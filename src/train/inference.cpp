@@ -43,6 +43,7 @@ Inference::Parts::Parts(const RunConfig& config, Backend& backend, RunArenas& ar
 }
 
 BytesPerClass Inference::measure(const RunConfig& config, Backend& backend, std::int64_t sequences) {
+  backend.set_deterministic(config.run.deterministic);
   RunArenas arenas = RunArenas::measuring();
   Parts parts(config, backend, arenas, sequences);
   const Context context{backend, {}, arenas[MemoryClass::kWorkspace], {}};

@@ -27,11 +27,17 @@ struct CheckpointConfig {
   bool operator==(const CheckpointConfig&) const = default;
 };
 
+/// What becomes of a step whose loss or gradient is NaN or Inf (train/nonfinite_steps.h).
+enum class NonFiniteAction : std::uint8_t { kStop, kSkip };
+
 struct RunSettings {
   std::string directory = "runs/run";
   BackendKind device = BackendKind::kCpu;
   std::uint64_t seed = 1;
-  std::int64_t threads = 0;  // 0: one per processor
+  bool deterministic = false;  // Backend::set_deterministic
+  NonFiniteAction nonfinite = NonFiniteAction::kStop;
+  std::int64_t nonfinite_limit = 10;  // skipped steps in a row that fail the run
+  std::int64_t threads = 0;           // 0: one per processor
   std::int64_t log_every = 1;
 
   std::int64_t steps = 100;

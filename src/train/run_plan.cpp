@@ -27,6 +27,10 @@ void multiply_once(Backend& backend, ElementType dtype) {
   multiply(memory);
 }
 
+bool fits_device(const RunPlan& plan) {
+  return !plan.device || plan.device->total == 0 || plan.predicted_peak() <= plan.device->free;
+}
+
 bool same_layer(const LayerPlan& a, const LayerPlan& b) {
   if (a.recompute_layer != b.recompute_layer || a.slots.size() != b.slots.size()) return false;
   for (std::size_t s = 0; s < a.slots.size(); ++s) {
@@ -64,7 +68,7 @@ std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Ba
 }
 
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend) {
-  if (!plan.device || plan.device->total == 0 || plan.predicted_peak() <= plan.device->free) return;
+  if (fits_device(plan)) return;
   const std::optional<std::int64_t> layers =
       fewest_recomputed_layers(config, backend, plan.device->free);
   fail_input("the run would take {} bytes of {}, where {} of {} are free: {}", plan.predicted_peak(),
@@ -76,7 +80,11 @@ void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend) 
                  : "lower train.micro_batch, train.sequence or model.layers");
 }
 
-RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded) {
+namespace {
+
+/// plan_run with the backend as it is set.
+RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_bytes,
+                    bool data_loaded) {
   RunPlan plan;
   plan.parameters = parameter_count(config.model);
   plan.tokens = config.run.sequence * config.run.micro_batch;
@@ -97,6 +105,7 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
   trainer.micro_batch(batch);
   trainer.finish_step();
   trainer.evaluate(batch);
+  trainer.first_not_finite(batch);
   plan.classes = arenas.high_water();
   plan.loss_chunk = trainer.loss_workspace();
 
@@ -109,6 +118,22 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
     plan.program = in_use - (data_loaded ? data_bytes : 0);
   }
   return plan;
+}
+
+}  // namespace
+
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded) {
+  std::optional<RunPlan> of_one_group;
+  for (int groups = 1; groups <= config.model.kv_heads; ++groups) {
+    if (config.model.kv_heads % groups != 0) continue;
+    backend.set_attention_groups(groups);
+    RunPlan plan = measure_run(config, backend, data_bytes, data_loaded);
+    plan.attention_groups = groups;
+    if (fits_device(plan)) return plan;
+    if (groups == 1) of_one_group = std::move(plan);
+  }
+  backend.set_attention_groups(1);
+  return *std::move(of_one_group);
 }
 
 std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role) {
@@ -143,6 +168,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
   json["parameters"] = plan.parameters;
   json["tokens_per_micro_batch"] = plan.tokens;
   json["policy"] = name_of(config.activations.policy);
+  json["attention_groups"] = plan.attention_groups;
   ordered_json& bytes = json["bytes"];
   for (int c = 0; c < kMemoryClasses; ++c) {
     bytes[std::string(name_of(static_cast<MemoryClass>(c)))] = plan.classes[static_cast<std::size_t>(c)];

@@ -22,6 +22,7 @@ struct RunPlan {
   std::vector<LayerSlots> slots;
   BitPlan bits;
   BytesPerClass classes{};     // capacities of the run's arenas
+  int attention_groups = 1;    // calls into which backward attention is cut (Backend)
   std::size_t loss_chunk = 0;  // of the workspace: what head and loss take (shared with the layers)
   std::size_t data = 0;        // the text, in host memory
   std::size_t checkpoint = 0;  // host memory through which a checkpoint is written
@@ -43,6 +44,9 @@ void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend);
 std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
                                                      std::size_t bytes);
 
+/// Takes the fewest groups of backward attention with which the run fits the free memory of its device,
+/// one where no number does or there is no device, and leaves the backend set to them for the run.
+///
 /// data_bytes: Dataset::bytes(), or 0 if the data are not at hand; data_loaded: whether they are in
 /// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its
 /// first product) differs from processor to processor, so it is provoked here and counted.

@@ -211,6 +211,7 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
   StepBenchmark result;
   result.plan = plan_run(config, backend, 0, false);
   check_fits(result.plan, config, backend);
+  backend.expect_ready();
   result.tokens = config.run.tokens_per_step();
   result.model_flops = static_cast<double>(result.tokens) *
                        (6 * matrix_weights(config.model) + attention_flops(config, /*causal=*/true));

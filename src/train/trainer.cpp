@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "train/finite_trace.h"
+
 namespace agoq {
 namespace {
 
@@ -33,6 +35,8 @@ Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
       forward_only_(arenas[MemoryClass::kBatch], transformer_saves(config.model),
                     make_forward_only_plan(transformer_saves(config.model)), tokens_, 1),
       buffers_(arenas[MemoryClass::kBatch], tokens_, config.run.sequence) {
+  // Plans and runs both come by here, so both take the workspaces of this mode.
+  backend.set_deterministic(config.run.deterministic);
   Arena& batch = arenas[MemoryClass::kBatch];
   token_loss_ = batch.take(statistics_type(config.model.dtype), Shape{tokens_});
   loss_sums_ = batch.take(ElementType::kFp64, Shape{config.run.micro_batches});
@@ -107,26 +111,52 @@ StepReport Trainer::finish_step() {
   report.loss = total / static_cast<double>(valid_tokens_);
 
   report.numerics = store_.read_counters(context);
+  for (const NamedCounts& numeric : report.numerics) {
+    check_finite(numeric.counts.non_finite == 0,
+                 "step {}: {} values of {} are NaN or infinite; the weights stay those of step {}",
+                 report.step, numeric.counts.non_finite, numeric.name, step_);
+  }
+  // The gradients' are judged with their norm, which sees what formats that can hold NaN do not count.
   for (const auto& [name, counts] : gradients_.read_counters(context)) {
     report.numerics.push_back({"gradient of " + name, counts});
   }
-  for (const NamedCounts& numeric : report.numerics) {
-    check(numeric.counts.non_finite == 0,
-          "step {}: {} values of {} are NaN or infinite; the weights are those of step {}: lower "
-          "optimizer.learning_rate or look at the data",
-          report.step, numeric.counts.non_finite, numeric.name, step_);
-  }
-  check(
-      std::isfinite(report.loss),
-      "step {}: the loss is {}; the weights are those of step {}: lower optimizer.learning_rate or look "
-      "at the data",
-      report.step, report.loss, step_);
+  check_finite(std::isfinite(report.loss), "step {}: the loss is {}; the weights stay those of step {}",
+               report.step, report.loss, step_);
 
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
-  report.gradient_norm = optimizer_.update(context, model_.weights(), gradients_, report.learning_rate,
-                                           1.0 / static_cast<double>(valid_tokens_), report.step);
+  try {
+    report.gradient_norm = optimizer_.update(context, model_.weights(), gradients_, report.learning_rate,
+                                             1.0 / static_cast<double>(valid_tokens_), report.step);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kNotFinite) throw;
+    throw Error(error.kind(), fmt::format("step {}: {}; the weights stay those of step {}", report.step,
+                                          error.what(), step_));
+  }
   ++step_;
   return report;
+}
+
+std::optional<std::string> Trainer::first_not_finite(const HostBatch& host) {
+  FiniteTrace trace(backend_, loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(0, 1));
+  const Context own = context();
+  const Context traced{trace, own.stream, own.workspace, own.random};
+  for (std::size_t p = 0; p < model_.parameters().size(); ++p) {
+    trace.look_at(traced, model_.weights()[p], "the weight " + model_.parameters()[p].name);
+  }
+  if (trace.first()) return trace.first();
+  const Batch batch = buffers_.upload(traced, host);
+  struct Observed {
+    Observed(ActivationStore& of, FiniteTrace& by) : store(of) {
+      store.observe([&by](const std::string& name, const Tensor& tensor) { by.call(tensor, name); });
+    }
+    ~Observed() { store.observe({}); }
+    Observed(const Observed&) = delete;
+    Observed& operator=(const Observed&) = delete;
+    ActivationStore& store;
+  };
+  const Observed observed(forward_only_, trace);
+  model_.evaluate(traced, batch, forward_only_, token_loss_);
+  return trace.first();
 }
 
 double Trainer::evaluate(const HostBatch& host) {

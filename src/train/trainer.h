@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,8 +32,9 @@ struct StepReport {
 
 class Trainer {
  public:
-  /// Lays everything out in `arenas`. With measuring arenas every method computes nothing and only
-  /// takes its memory.
+  /// Lays everything out in `arenas` and sets the backend's mode (run.deterministic), which one backend
+  /// has one of at a time. With measuring arenas every method computes nothing and only takes its
+  /// memory.
   Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas);
 
   /// Initial weights from config.run.seed.
@@ -42,9 +44,15 @@ class Trainer {
   void begin_step();
   /// Forward and backward of the next micro-batch of the step.
   void micro_batch(const HostBatch& batch);
-  /// Updates the weights. Throws Error, with the weights as they were, when the loss or a gradient is
-  /// not finite; the tensor is named.
+  /// Updates the weights. Throws Error (kNotFinite), with all state as it was, when the loss or a
+  /// gradient is not finite; the tensor in which that was counted is named.
   StepReport finish_step();
+  /// Goes on to the next step without an update: for a step that finish_step refused. The skipped step
+  /// counts in the bias correction of the moments.
+  void skip_step() { ++step_; }
+  /// The first of the weights, then of the tensors of this micro-batch's forward pass in their order,
+  /// that holds NaN or Inf; nothing when all are finite. Waits for every operation.
+  std::optional<std::string> first_not_finite(const HostBatch& batch);
 
   /// Sum of weighted token losses of a micro-batch, nothing saved or changed.
   double evaluate(const HostBatch& batch);

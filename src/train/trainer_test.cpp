@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 
+#include "backend/profiled_backend.h"
 #include "train/run_plan.h"
 
 namespace agoq {
@@ -169,6 +170,28 @@ TEST(Trainer, TakesExactlyThePlannedMemory) {
   }
 }
 
+// A mode that came after the plan would take other workspaces than were planned.
+TEST(Trainer, SetsTheBackendsModeBeforeAPlanMeasures) {
+  struct Recording : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    void set_deterministic(bool deterministic) override { modes.push_back(deterministic); }
+    void matmul(const Context& context, const Tensor& a, Transpose flip_a, const Tensor& b,
+                Transpose flip_b, const Tensor& c, bool accumulate) override {
+      EXPECT_FALSE(modes.empty());
+      ProfiledBackend::matmul(context, a, flip_a, b, flip_b, c, accumulate);
+    }
+    std::vector<bool> modes;
+  };
+  for (const bool deterministic : {true, false}) {
+    RunConfig config = tiny_config();
+    config.run.deterministic = deterministic;
+    Recording backend(cpu_backend());
+    plan_run(config, backend, 0, false);
+    ASSERT_FALSE(backend.modes.empty());
+    EXPECT_EQ(backend.modes.back(), deterministic);
+  }
+}
+
 TEST(Trainer, TheSameSeedGivesTheSameLosses) {
   RunConfig config = tiny_config();
   config.activations.policy = SavePolicy::kAgoq;
@@ -183,6 +206,92 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
     }
   }
   EXPECT_EQ(losses[0], losses[1]);
+}
+
+// What does not fit a device is said before the run, with the fewest layers to recompute that fit.
+TEST(RunPlan, NamesTheSettingThatMakesARunFit) {
+  struct Small : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override { return {{"a small GPU", 1 << 30, free, 0}}; }
+    std::size_t free = 1 << 30;
+  };
+  Small backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.model.layers = 8;
+  config.run.sequence = 200;
+  const std::size_t whole = plan_run(config, backend, 0, false).predicted_peak();
+  config.activations.recompute_layers = 8;
+  const std::size_t least = plan_run(config, backend, 0, false).predicted_peak();
+  config.activations.recompute_layers = 0;
+  ASSERT_LT(least, whole);
+  const auto refusal = [&](std::size_t free) -> std::string {
+    backend.free = free;
+    try {
+      check_fits(plan_run(config, backend, 0, false), config, backend);
+      return "fits";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      return error.what();
+    }
+  };
+  EXPECT_EQ(refusal(whole), "fits");
+  const std::size_t between = (least + whole) / 2;
+  const std::optional<std::int64_t> layers = fewest_recomputed_layers(config, backend, between);
+  ASSERT_TRUE(layers.has_value());
+  const std::string text = refusal(between);
+  EXPECT_NE(text.find(fmt::format("would take {} bytes of a small GPU, where {} of {} are free", whole,
+                                  between, 1 << 30)),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find(fmt::format("set activations.recompute_layers = {} ", *layers)), std::string::npos)
+      << text;
+  config.activations.recompute_layers = *layers;
+  EXPECT_EQ(refusal(between), "fits");
+  config.activations.recompute_layers = *layers - 1;
+  EXPECT_NE(refusal(between), "fits");
+  config.activations.recompute_layers = 0;
+  EXPECT_NE(refusal(least / 2).find("lower train.micro_batch"), std::string::npos);
+}
+
+/// Bytes that the backend of the next test takes for backward attention in one call.
+constexpr std::size_t kHungryWorkspace = std::size_t{64} << 20;
+
+// A backend whose backward attention takes memory by the heads is cut into groups before a run is
+// refused.
+TEST(RunPlan, CutsAttentionIntoTheFewestGroupsThatFit) {
+  struct Hungry : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override { return {{"a small GPU", total, free, 0}}; }
+    void set_attention_groups(int count) override { groups = count; }
+    void attention_backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
+                            const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                            const Documents& documents, const Tensor& dqkv) override {
+      const Arena::Scope scope(context.workspace);
+      context.workspace.take(kHungryWorkspace / static_cast<std::size_t>(groups));
+      ProfiledBackend::attention_backward(context, shape, dout, qkv, out, log_sum_exp, documents, dqkv);
+    }
+    std::size_t total = std::size_t{1} << 40, free = std::size_t{1} << 40;
+    int groups = 0;
+  };
+  Hungry backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.model.heads = config.model.kv_heads = 6;
+  const RunPlan whole = plan_run(config, backend, 0, false);
+  EXPECT_EQ(whole.attention_groups, 1);
+  for (const int groups : {2, 3, 6}) {
+    const std::size_t saved = kHungryWorkspace - kHungryWorkspace / static_cast<std::size_t>(groups);
+    backend.free = whole.predicted_peak() - saved + 4096;
+    const RunPlan plan = plan_run(config, backend, 0, false);
+    EXPECT_EQ(plan.attention_groups, groups);
+    EXPECT_EQ(backend.groups, groups) << "as the run needs it";
+    EXPECT_LE(plan.predicted_peak(), backend.free);
+    EXPECT_NO_THROW(check_fits(plan, config, backend));
+  }
+  backend.free = whole.predicted_peak() - kHungryWorkspace;
+  EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1) << "no number of them is enough";
+  // A machine without the device: whatever the run may need.
+  backend.total = 0;
+  EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1);
 }
 
 // In 8-bit mode a gradient in higher precision exists for one parameter at a time.

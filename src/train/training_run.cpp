@@ -11,7 +11,9 @@
 
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/training_state.h"
 #include "train/memory_probe.h"
+#include "train/nonfinite_steps.h"
 #include "train/progress.h"
 #include "train/run_directory.h"
 #include "train/run_plan.h"
@@ -123,6 +125,7 @@ std::string to_json(const RunSummary& summary) {
   json["policy"] = summary.policy;
   json["steps"] = summary.steps;
   json["stopped"] = summary.stopped;
+  json["skipped_steps"] = summary.skipped_steps;
   json["parameters"] = summary.parameters;
   json["training_loss"] = summary.training_loss;
   json["validation_loss"] = summary.validation_loss;
@@ -151,6 +154,7 @@ RunSummary read_summary(const std::string& directory) {
   try {
     summary.policy = json.at("policy");
     summary.steps = json.at("steps");
+    summary.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     summary.parameters = json.at("parameters");
     summary.training_loss = json.at("training_loss");
     summary.validation_loss = json.at("validation_loss");
@@ -170,7 +174,11 @@ RunSummary read_summary(const std::string& directory) {
   return summary;
 }
 
-RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+namespace {
+
+/// run_training; step_under_way counts from 1 and is 0 before the first.
+RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions& options,
+                     std::int64_t& step_under_way) {
   RunDirectory directory(config.run.directory, options.start);
   const std::vector<std::string> changes = directory.check_settings(config);
   const PeakMemory peak_memory(backend);
@@ -183,6 +191,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   const double order1_byte_loss = data.order1_loss();
   const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
   check_fits(plan, config, backend);
+  backend.expect_ready();
   directory.lock();
 
   RunArenas arenas(backend.allocator(), plan.classes);
@@ -211,6 +220,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   Progress progress(label, config.run.steps, config.run.log_every, options.show_progress);
   Speed speed(config.run.steps);
   RunSummary summary;
+  NonFiniteSteps nonfinite(config, trainer, data);
   const auto save = [&] { directory.save(config, trainer, next_sequence); };
 
   const auto is_stopped = [&] { return stop_requested != 0 || !progress.failure().empty(); };
@@ -244,6 +254,8 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   while (trainer.step() < config.run.steps && !is_stopped()) {
     const Clock::time_point start = Clock::now();
+    const std::int64_t first_sequence = next_sequence;
+    step_under_way = trainer.step() + 1;
     trainer.begin_step();
     for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
       data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
@@ -251,22 +263,27 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
       trainer.micro_batch(batch);
       next_sequence += config.run.micro_batch;
     }
-    const StepReport report = trainer.finish_step();
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    speed.add(seconds);
-
-    const auto tokens = static_cast<double>(config.run.tokens_per_step());
-    metrics << metrics_line(report, seconds, tokens / seconds) << std::flush;
+    const std::optional<StepReport> report = nonfinite.finish_step(first_sequence, batch);
+    if (report) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      speed.add(seconds);
+      const auto tokens = static_cast<double>(config.run.tokens_per_step());
+      metrics << metrics_line(*report, seconds, tokens / seconds) << std::flush;
+      progress.show(report->step, report->loss, tokens / speed.recent_step(),
+                    static_cast<double>(config.run.steps - report->step) * speed.recent_step());
+      summary.training_loss = report->loss;
+    } else {
+      metrics << nonfinite.metrics_line() << std::flush;
+      progress.note(fmt::format("{} {}", label, nonfinite.note()));
+    }
     check(static_cast<bool>(metrics), "{}/metrics.jsonl cannot be written: is the disk full?",
           config.run.directory);
-    progress.show(report.step, report.loss, tokens / speed.recent_step(),
-                  static_cast<double>(config.run.steps - report.step) * speed.recent_step());
-    summary.training_loss = report.loss;
 
-    if (is_validated(report.step)) validated = validate_step();
+    const std::int64_t step = trainer.step();
+    if (is_validated(step)) validated = validate_step();
     if (!validated) break;
-    const bool last = report.step == config.run.steps;
-    if (last || (config.checkpoint.every > 0 && report.step % config.checkpoint.every == 0)) save();
+    const bool last = step == config.run.steps;
+    if (last || (config.checkpoint.every > 0 && step % config.checkpoint.every == 0)) save();
   }
 
   summary.stopped = trainer.step() < config.run.steps || !validated;
@@ -281,6 +298,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   summary.policy = label;
   summary.steps = trainer.step();
+  summary.skipped_steps = nonfinite.skipped();
   summary.parameters = plan.parameters;
   summary.order1_byte_loss = order1_byte_loss;
   // Where only the last validation was left to do, no step has saved anything.
@@ -298,6 +316,27 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   }
   if (!summary.stopped) directory.write("summary.json", to_json(summary));
   return summary;
+}
+
+/// What a run that fails now can go on from.
+std::string saved_state(const RunConfig& config) {
+  const std::optional<std::int64_t> step = latest_checkpoint(config.run.directory + "/checkpoints");
+  if (!step) return "nothing was saved before";
+  return fmt::format("the last saved state, {}/checkpoints/step-{}, is intact: go on with --resume",
+                     config.run.directory, *step);
+}
+
+}  // namespace
+
+RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  std::int64_t step_under_way = 0;
+  try {
+    return run_steps(config, backend, options, step_under_way);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kDevice || step_under_way == 0) throw;
+    throw Error(error.kind(),
+                fmt::format("step {}: {}; {}", step_under_way, error.what(), saved_state(config)));
+  }
 }
 
 }  // namespace agoq

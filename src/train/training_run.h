@@ -18,7 +18,8 @@ namespace agoq {
 struct RunSummary {
   std::string policy;
   std::int64_t steps = 0;
-  bool stopped = false;  // by a signal, before the last step or its validation was done
+  bool stopped = false;            // by a signal, before the last step or its validation was done
+  std::int64_t skipped_steps = 0;  // by run.nonfinite, since the run was started or resumed
   std::int64_t parameters = 0;
   double training_loss = 0;                // of the last step
   double validation_loss = 0;              // nats per token, after the last step
@@ -46,7 +47,8 @@ struct RunOptions {
 /// Trains, or goes on from the newest checkpoint. On SIGTERM, SIGINT or SIGHUP (unless that is ignored)
 /// saves a checkpoint and returns after the step, or the micro-batch of a validation, under way, with
 /// summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws Error
-/// (kFailure); for a pipe, SIGPIPE has to be ignored.
+/// (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with the
+/// step, the operation and the last checkpoint named.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

@@ -243,8 +243,20 @@ bool asks_cudnn(Libraries& libraries, ElementType type) {
   return type == ElementType::kBf16 && !libraries.deterministic && libraries.attention.available();
 }
 
+/// The largest divisor of kv_heads up to the groups that were set: a model's heads need not have them.
+int groups_of(Libraries& libraries, const AttentionShape& shape) {
+  int groups = std::min(libraries.attention_groups, shape.kv_heads);
+  while (shape.kv_heads % groups != 0) --groups;
+  return groups;
+}
+
 }  // namespace
 }  // namespace attention
+
+void CudaBackend::set_attention_groups(int groups) {
+  check(groups >= 1, "attention is computed in 1 group or more; {} were asked for", groups);
+  libraries().attention_groups = groups;
+}
 
 void make_ragged_offsets(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
                          std::int64_t qkv_width, std::int64_t out_width, std::int64_t kv_width,
@@ -263,7 +275,8 @@ void CudaBackend::attention_forward(const Context& context, const AttentionShape
   const Arena::Scope scope(context.workspace);
   const bool cudnn = asks_cudnn(libraries(), qkv.type);
   std::byte* const workspace =
-      cudnn ? context.workspace.take(CudnnAttention::planned_bytes(shape, qkv.rows(), false)) : nullptr;
+      cudnn ? context.workspace.take(CudnnAttention::planned_bytes(shape, qkv.rows(), false, 1))
+            : nullptr;
   if (context.workspace.is_measuring() || qkv.rows() == 0) return;
   check_aligned("attention_forward", {qkv, out});
   if (cudnn &&
@@ -288,14 +301,15 @@ void CudaBackend::attention_backward(const Context& context, const AttentionShap
   check(dqkv.data != qkv.data, "attention_backward: dqkv must not be qkv: it is read to the end");
   const Arena::Scope scope(context.workspace);
   const bool cudnn = asks_cudnn(libraries(), qkv.type);
+  const int groups = groups_of(libraries(), shape);
   const auto plain_bytes = static_cast<std::size_t>(qkv.rows() * shape.heads) * sizeof(float);
   std::byte* const workspace = context.workspace.take(
-      cudnn ? std::max(plain_bytes, CudnnAttention::planned_bytes(shape, qkv.rows(), true))
+      cudnn ? std::max(plain_bytes, CudnnAttention::planned_bytes(shape, qkv.rows(), true, groups))
             : plain_bytes);
   if (context.workspace.is_measuring() || qkv.rows() == 0) return;
   check_aligned("attention_backward", {dout, qkv, out, dqkv});
   if (cudnn && libraries().attention.backward(context, shape, dout, qkv, out, log_sum_exp, documents,
-                                              dqkv, workspace)) {
+                                              dqkv, groups, workspace)) {
     return;
   }
   for_storage("attention_backward", qkv.type, [&]<typename Storage>() {

@@ -3,11 +3,11 @@
 #include <algorithm>
 
 #include "backend/cuda/device.h"
+#include "backend/cuda/libraries.h"
+#include "backend/gpu_requirements.h"
 
 namespace agoq::cuda {
 namespace {
-
-constexpr int kOldestCapability = 80;
 
 // What the free memory of an H200 falls by during a run beside the arenas: kernels that are loaded at
 // their first launch, cuBLASLt's and cuDNN's own memory. 19.7 to 21.4 MiB in six runs of different
@@ -20,16 +20,8 @@ Device look_for_device() {
   int driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  check_input(driver != 0,
-              "there is no NVIDIA driver on this machine: run on the CPU (--set run.device=cpu)");
-  check_input(status != cudaErrorInsufficientDriver,
-              "the NVIDIA driver serves CUDA {}.{} and this build needs {}.{}: install a newer driver",
-              driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-  check_input(
-      status == cudaSuccess && count > 0,
-      "no usable NVIDIA GPU was found ({}): look at nvidia-smi and CUDA_VISIBLE_DEVICES, or run on "
-      "the CPU (--set run.device=cpu)",
-      cudaGetErrorString(status));
+  check_gpu_search({driver, runtime, status == cudaErrorInsufficientDriver, count,
+                    status == cudaSuccess ? "" : cudaGetErrorString(status)});
   int index = 0;
   expect_success(cudaGetDevice(&index), "looking for the GPU");
   cudaDeviceProp properties;
@@ -39,10 +31,7 @@ Device look_for_device() {
   found.multiprocessors = properties.multiProcessorCount;
   found.capability = 10 * properties.major + properties.minor;
   found.memory = properties.totalGlobalMem;
-  check_input(found.capability >= kOldestCapability,
-              "{} has compute capability {}.{}, and 8.0 (Ampere) or newer is needed: run on the CPU "
-              "(--set run.device=cpu)",
-              found.name, properties.major, properties.minor);
+  check_capability(found.name, properties.major, properties.minor);
   return found;
 }
 
@@ -88,9 +77,22 @@ std::optional<DeviceMemory> CudaBackend::device_memory() {
     cudaGetLastError();
     return memory;
   }
-  memory.name = device().name;
+  try {
+    memory.name = device().name;
+  } catch (const Error&) {
+    return memory;  // too old to run on, like none at all to a plan; expect_ready says so to a run
+  }
   expect_success(cudaMemGetInfo(&memory.free, &memory.total), "asking for the free memory");
   return memory;
+}
+
+void CudaBackend::expect_ready() {
+  device();
+  Libraries& own = libraries();
+  own.cublas();
+  if (own.deterministic) return;
+  const std::string problem = own.attention.problem();
+  check_input(problem.empty(), "{}, or run on the plain kernels with run.deterministic = true", problem);
 }
 
 std::string CudaBackend::description() const {

@@ -29,6 +29,9 @@ class CudaBackend : public Backend {
   double time(const Context&, const std::function<void()>& work) override;
   /// True: no choice of algorithms by timing, and plain attention (matmul.cpp).
   void set_deterministic(bool deterministic) override;
+  void set_attention_groups(int groups) override;
+  /// A GPU, its driver, cuBLASLt and, where the build has it and the mode uses it, cuDNN.
+  void expect_ready() override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;

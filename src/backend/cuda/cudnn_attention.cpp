@@ -2,6 +2,7 @@
 
 #include "backend/cuda/device.h"
 #include "backend/cuda/ragged_offsets.h"
+#include "backend/gpu_requirements.h"
 
 #ifdef AGOQ_HAS_CUDNN
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
@@ -52,9 +53,9 @@ std::size_t sums_bytes(int row_sums, int heads, const AttentionShape& shape, std
   return width * (sizeof(float) + per_head) + static_cast<std::size_t>(row_sums) * sizeof(float);
 }
 
-std::size_t dense_bytes(const AttentionShape& shape, std::int64_t tokens) {
+std::size_t dense_bytes(const AttentionShape& shape, std::int64_t tokens, int groups) {
   return static_cast<std::size_t>(tokens) *
-         sums_bytes(shape.heads, shape.heads, shape, sizeof(std::uint16_t));
+         sums_bytes(shape.heads, shape.heads / groups, shape, sizeof(std::uint16_t));
 }
 
 std::int64_t whole_tiles(std::int64_t tokens) { return (tokens + 127) / 128 * 128; }
@@ -67,10 +68,12 @@ std::size_t ragged_bytes(const AttentionShape& shape, std::int64_t tokens, int p
          6 * 256;
 }
 
-/// The fewest parts that take no more memory than a dense batch; else one key/value head each.
-int parts_of(const AttentionShape& shape) {
+/// The fewest parts that take no more memory than a dense batch in `groups`; else one key/value head
+/// each.
+int parts_of(const AttentionShape& shape, int groups) {
   for (int parts = 1; parts < shape.kv_heads; ++parts) {
-    if (shape.kv_heads % parts == 0 && ragged_bytes(shape, 1024, parts) <= dense_bytes(shape, 1024)) {
+    if (shape.kv_heads % parts == 0 &&
+        ragged_bytes(shape, 1024, parts) <= dense_bytes(shape, 1024, groups)) {
       return parts;
     }
   }
@@ -84,17 +87,19 @@ void warn(std::string_view text) {
 }  // namespace
 
 std::size_t CudnnAttention::planned_bytes(const AttentionShape& shape, std::int64_t tokens,
-                                          bool backward) {
+                                          bool backward, int groups) {
   // For the offsets of ragged batches and cuDNN's small change.
   std::size_t bytes = 4 * kMebibyte;
   if (!backward) return bytes;
-  return bytes + std::max(dense_bytes(shape, tokens), ragged_bytes(shape, tokens, parts_of(shape)));
+  return bytes + std::max(dense_bytes(shape, tokens, groups),
+                          ragged_bytes(shape, tokens, parts_of(shape, groups)));
 }
 
 #ifndef AGOQ_HAS_CUDNN
 
 struct CudnnAttention::State {
   bool warned = false;
+  std::string problem;  // none: the build asks for no cuDNN
 };
 
 CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
@@ -105,12 +110,13 @@ bool CudnnAttention::available() {
   state_->warned = true;
   return false;
 }
+const std::string& CudnnAttention::problem() { return state_->problem; }
 bool CudnnAttention::forward(const Context&, const AttentionShape&, const Tensor&, const Documents&,
                              const Tensor&, const Tensor&, std::byte*) {
   return false;
 }
 bool CudnnAttention::backward(const Context&, const AttentionShape&, const Tensor&, const Tensor&,
-                              const Tensor&, const Tensor&, const Documents&, const Tensor&,
+                              const Tensor&, const Tensor&, const Documents&, const Tensor&, int,
                               std::byte*) {
   return false;
 }
@@ -145,7 +151,7 @@ struct GraphKey {
   std::int64_t batch, longest;
   std::int64_t tokens;  // 0 for dense graphs: batch * longest
   bool backward;
-  int parts = 1;  // the heads of memory are so many times those of the graph
+  int parts = 1;  // calls: the heads of memory are so many times those of the graph
   auto operator<=>(const GraphKey&) const = default;
   bool ragged() const { return tokens != 0; }
 };
@@ -297,21 +303,20 @@ Graph build_graph(const GraphKey& key, cudnnHandle_t handle) {
 }
 
 GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::int64_t tokens,
-                bool backward) {
+                bool backward, int groups) {
   GraphKey key{shape.heads, shape.kv_heads, shape.head_size, documents.count, documents.longest,
                0,           backward};
-  // Documents::longest may be a bound; the length of a single document is known.
   if (documents.count == 1) {
+    // Documents::longest may be a bound; the length of a single document is known.
     key.longest = tokens;
-    return key;
+  } else if (documents.count * documents.longest != tokens) {
+    // No document is longer than `longest`, so together they reach this sum only if all are as long.
+    key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
+    key.longest = std::min(documents.longest, tokens);
+    key.tokens = tokens;
   }
-  // No document is longer than `longest`, so together they reach this sum only if all are as long.
-  if (documents.count * documents.longest == tokens) return key;
-  key.batch = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(documents.count)));
-  key.longest = std::min(documents.longest, tokens);
-  key.tokens = tokens;
   if (backward) {
-    key.parts = parts_of(shape);
+    key.parts = key.ragged() ? parts_of(shape, groups) : groups;
     key.heads /= key.parts;
     key.kv_heads /= key.parts;
   }
@@ -322,23 +327,32 @@ GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::in
 
 struct CudnnAttention::State {
   bool looked = false;
+  std::string problem;  // known after look()
   void* library = nullptr;
   cudnnHandle_t handle = nullptr;
   std::map<GraphKey, Graph> graphs;
 
   bool look() {
-    if (looked) return library != nullptr;
+    if (looked) return problem.empty();
     looked = true;
     const std::string name = fmt::format("libcudnn.so.{}", CUDNN_MAJOR);
     library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      const char* const reason = dlerror();
-      warn(fmt::format("cuDNN could not be opened ({}): install it or add its folder to LD_LIBRARY_PATH",
-                       reason == nullptr ? name.c_str() : reason));
-      return false;
+    const char* const words = library == nullptr ? dlerror() : nullptr;
+    LibraryVersion found;
+    if (library != nullptr) {
+      using Version = std::size_t (*)();
+      const auto version = reinterpret_cast<Version>(dlsym(library, "cudnnGetVersion"));
+      const int number = version == nullptr ? 0 : static_cast<int>(version());  // 91900: 9.19.0
+      found = {number / 10000, number % 10000 / 100};
     }
-    cudnn_frontend::cudnn_dlhandle = library;
-    return true;
+    problem =
+        cudnn_problem({CUDNN_MAJOR, CUDNN_MINOR}, found, words == nullptr ? "it is no cuDNN" : words);
+    if (problem.empty()) {
+      cudnn_frontend::cudnn_dlhandle = library;
+    } else {
+      warn(problem);
+    }
+    return problem.empty();
   }
 
   /// Cuts memory into pieces at multiples of 256 bytes.
@@ -441,10 +455,27 @@ struct CudnnAttention::State {
     pointers[kStatsOffsets] = offsets.statistics;
   }
 
+  /// Where the heads of a part begin, in tensors of all heads.
+  static Pointers pointers_of_part(const GraphKey& key, const Pointers& whole, int part) {
+    const auto head_bytes = static_cast<std::size_t>(key.head_size) * sizeof(std::uint16_t);
+    const auto first = static_cast<std::size_t>(part);
+    Pointers own = whole;
+    const auto advance = [&](std::initializer_list<std::int64_t> uids, int heads) {
+      for (const std::int64_t uid : uids) {
+        own[uid] =
+            static_cast<std::byte*>(own[uid]) + first * static_cast<std::size_t>(heads) * head_bytes;
+      }
+    };
+    advance({kQ, kO, kDO, kDQ}, key.heads);
+    advance({kK, kV, kDK, kDV}, key.kv_heads);
+    own[kStats] = static_cast<float*>(own[kStats]) + part * key.heads;
+    return own;
+  }
+
   bool run(const Context& context, const AttentionShape& shape, const Documents& documents,
-           std::int64_t tokens, bool backward, std::byte* workspace, Pointers pointers) {
-    const GraphKey key = key_of(shape, documents, tokens, backward);
-    const Graph* const found = graph(key, planned_bytes(shape, tokens, backward));
+           std::int64_t tokens, bool backward, int groups, std::byte* workspace, Pointers pointers) {
+    const GraphKey key = key_of(shape, documents, tokens, backward, groups);
+    const Graph* const found = graph(key, planned_bytes(shape, tokens, backward, groups));
     if (found == nullptr) return false;
     const cudaStream_t stream = stream_of(context.stream);
     Pieces pieces{workspace};
@@ -455,23 +486,30 @@ struct CudnnAttention::State {
           "{}: cuDNN does not take the stream", operation);
     const auto execute = [&](Pointers& of) {
       fe::error_t status = found->graph->execute(handle, of, workspace);
-      check(status.is_good(), "{}: cuDNN reports '{}'; the last saved state is intact", operation,
-            status.get_message());
+      if (status.is_bad()) {
+        throw Error(ErrorKind::kDevice,
+                    device_failure(operation, "cuDNN", first_line(status.get_message()),
+                                   waits_for_each_operation()));
+      }
+      expect_launched(operation);
     };
-    if (!backward || !key.ragged()) {
+    if (!backward) {
       execute(pointers);
+      return true;
+    }
+    if (!key.ragged()) {
+      for (int part = 0; part < key.parts; ++part) {
+        Pointers own = pointers_of_part(key, pointers, part);
+        execute(own);
+      }
       return true;
     }
     const Apart apart(key, pieces);
     const std::size_t pitch = static_cast<std::size_t>(shape.qkv_width()) * sizeof(std::uint16_t);
     for (int part = 0; part < key.parts; ++part) {
       apart.copy(0, true, pointers, part, pitch, tokens, stream);
-      Pointers own = pointers;
+      Pointers own = pointers_of_part(key, pointers, part);
       for (int i = 0; i < 6; ++i) own[Apart::kUids[i]] = apart.memory[i];
-      for (const std::int64_t uid : {std::int64_t{kO}, std::int64_t{kDO}}) {
-        own[uid] = static_cast<std::byte*>(own[uid]) + static_cast<std::size_t>(part) * apart.row[0];
-      }
-      own[kStats] = static_cast<float*>(own[kStats]) + part * key.heads;
       execute(own);
       apart.copy(3, false, pointers, part, pitch, tokens, stream);
     }
@@ -501,21 +539,26 @@ CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
 CudnnAttention::~CudnnAttention() { static_cast<void>(state_.release()); }
 
 bool CudnnAttention::available() { return state_->look(); }
+const std::string& CudnnAttention::problem() {
+  state_->look();
+  return state_->problem;
+}
 
 bool CudnnAttention::forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
                              const Documents& documents, const Tensor& out, const Tensor& log_sum_exp,
                              std::byte* workspace) {
   const Sections in(qkv, shape);
   return state_->run(
-      context, shape, documents, qkv.rows(), false, workspace,
+      context, shape, documents, qkv.rows(), false, 1, workspace,
       {{kQ, in.query}, {kK, in.key}, {kV, in.value}, {kO, out.data}, {kStats, log_sum_exp.data}});
 }
 
 bool CudnnAttention::backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
                               const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
-                              const Documents& documents, const Tensor& dqkv, std::byte* workspace) {
+                              const Documents& documents, const Tensor& dqkv, int groups,
+                              std::byte* workspace) {
   const Sections in(qkv, shape), gradient(dqkv, shape);
-  return state_->run(context, shape, documents, qkv.rows(), true, workspace,
+  return state_->run(context, shape, documents, qkv.rows(), true, groups, workspace,
                      {{kQ, in.query},
                       {kK, in.key},
                       {kV, in.value},

@@ -19,12 +19,17 @@
 // batch. So callers take planned_bytes(): the tensors that cuDNN keeps, which is what it asks for on an
 // H200 at 16,384 to 131,072 tokens to 256 bytes, and 4 MiB; a graph that asks for more is not used.
 //
+// Groups. Nearly all of it is the backward pass's, in proportion to the heads. Where a plan has no room
+// for it (Backend::set_attention_groups), backward calls one group of kv heads with its query heads
+// after the other, in the workspace of one. A head's gradients are the same sums in either case.
+//
 // cuDNN is opened at run time. Where it or its headers are missing, nothing is available and the plain
-// kernels of attention.cu serve.
+// kernels of attention.cu serve; a run refuses to start so slow where the build had cuDNN (problem()).
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "backend/backend.h"
 
@@ -37,8 +42,12 @@ class CudnnAttention {
 
   /// Whether cuDNN was found; needs no GPU. The first call that finds none writes a line to stderr.
   bool available();
-  /// The workspace to take for a call.
-  static std::size_t planned_bytes(const AttentionShape& shape, std::int64_t tokens, bool backward);
+  /// What is wrong with the cuDNN that this build asks for, and what to do; empty where it serves, or
+  /// the build has none.
+  const std::string& problem();
+  /// The workspace to take for a call; backward in `groups` calls, a divisor of kv_heads.
+  static std::size_t planned_bytes(const AttentionShape& shape, std::int64_t tokens, bool backward,
+                                   int groups);
 
   /// These return false, having done nothing, when cuDNN does not serve the shape within the workspace.
   bool forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
@@ -46,7 +55,7 @@ class CudnnAttention {
                std::byte* workspace);
   bool backward(const Context& context, const AttentionShape& shape, const Tensor& dout,
                 const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
-                const Documents& documents, const Tensor& dqkv, std::byte* workspace);
+                const Documents& documents, const Tensor& dqkv, int groups, std::byte* workspace);
 
  private:
   struct State;

@@ -42,9 +42,11 @@ struct Libraries {
   /// cuBLASLt's handle; throws Error when there is no usable GPU.
   cublasLtHandle_t cublas();
 
-  /// Set: the heuristic's first candidate, untimed, and plain attention, so that every run computes the
-  /// same bits.
+  /// Set: the heuristic's first candidate that runs, untimed, and plain attention, so that every run
+  /// computes the same bits.
   bool deterministic = false;
+  /// Calls into which backward attention is cut, at most: Backend::set_attention_groups.
+  int attention_groups = 1;
   std::map<ProductKey, Product> products;
   std::array<cudaEvent_t, 2> events{};  // start and end of a timing; made with the handle
   CudnnAttention attention;

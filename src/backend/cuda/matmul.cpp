@@ -10,8 +10,10 @@
 // accumulates keeps its c in host memory meanwhile and gets it back. That first call waits for the GPU
 // and takes four runs of each candidate; a call while the stream is being captured does not time. Timing
 // may choose otherwise in another run, and another algorithm sums in another order: with
-// Libraries::deterministic the first candidate is taken, which depends on the product alone.
-// Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every product, in plans too.
+// Libraries::deterministic the first candidate that runs is taken, which depends on the product, the GPU
+// and the version of cuBLASLt alone (alignments are the product's too: every run of a plan lays its
+// arenas out alike). Split-K partial sums stay in FP32. The workspace is kMatmulWorkspace for every
+// product, in plans too.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -35,8 +37,9 @@ constexpr std::int64_t kSlabBytes = std::int64_t{64} << 20;
 constexpr std::int64_t kTileRows = 128, kTileColumns = 256;
 
 void expect_success(cublasStatus_t status, std::string_view operation) {
-  check(status == CUBLAS_STATUS_SUCCESS, "{}: cuBLASLt reports '{}'; the last saved state is intact",
-        operation, cublasLtGetStatusString(status));
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(ErrorKind::kDevice, device_failure(operation, "cuBLASLt", cublasLtGetStatusString(status),
+                                                 waits_for_each_operation()));
 }
 
 /// The largest power of two up to 256 that divides the address.
@@ -217,6 +220,7 @@ int fastest(Libraries& libraries, const ProductKey& key, Product& product,
       if (run(libraries.cublas(), key, product, candidates[at].algo, operands) !=
           CUBLAS_STATUS_SUCCESS) {
         milliseconds[at] = std::numeric_limits<float>::infinity();
+        cudaGetLastError();  // it is this candidate's, not the next operation's
         continue;
       }
       cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
@@ -241,13 +245,24 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   const cublasLtHandle_t handle = libraries.cublas();
   if (const auto known = libraries.products.find(key); known != libraries.products.end()) {
     expect_success(run(handle, key, known->second, known->second.algorithm, operands), "matmul");
-    return;
+    return expect_launched("matmul");
   }
   Product product = describe(key);
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> candidates;
   const int found = find_candidates(handle, key, product, candidates);
+  if (libraries.deterministic) {
+    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    for (int i = 0; i < found && status == CUBLAS_STATUS_NOT_SUPPORTED; ++i) {
+      product.algorithm = candidates[static_cast<std::size_t>(i)].algo;
+      status = run(handle, key, product, product.algorithm, operands);
+      if (status == CUBLAS_STATUS_NOT_SUPPORTED) cudaGetLastError();  // not the next operation's
+    }
+    expect_success(status, "matmul");
+    libraries.products.emplace(key, product);
+    return expect_launched("matmul");
+  }
   product.algorithm = candidates[0].algo;
-  const bool timed = !libraries.deterministic && found > 1 && !is_capturing(operands.stream);
+  const bool timed = found > 1 && !is_capturing(operands.stream);
   if (timed) {
     const Kept kept(key, operands);
     const int best = fastest(libraries, key, product, candidates, found, operands);
@@ -255,8 +270,9 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
     kept.restore();
   }
   // What was not timed for want of a moment to wait is timed when it is seen again.
-  if (timed || libraries.deterministic || found == 1) libraries.products.emplace(key, product);
+  if (timed || found == 1) libraries.products.emplace(key, product);
   expect_success(run(handle, key, product, product.algorithm, operands), "matmul");
+  expect_launched("matmul");
 }
 
 /// Rows of dW per slab: within kSlabBytes, whole tiles, and the fewest waves of tiles over the GPU's
@@ -295,6 +311,8 @@ Libraries::~Libraries() = default;
 cublasLtHandle_t Libraries::cublas() {
   if (cublas_ == nullptr) {
     device();  // says what is missing where there is no GPU
+    const int version = static_cast<int>(cublasLtGetVersion());
+    check_cublas({CUBLAS_VER_MAJOR, CUBLAS_VER_MINOR}, {version / 10000, version % 10000 / 100});
     expect_success(cublasLtCreate(&cublas_), "opening cuBLASLt");
     for (cudaEvent_t& event : events) cuda::expect_success(cudaEventCreate(&event), "opening cuBLASLt");
   }

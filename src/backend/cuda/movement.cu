@@ -114,7 +114,7 @@ void CudaBackend::read(const Context& context, const std::byte* source, void* de
   }
   const cudaStream_t stream = stream_of(context.stream);
   expect_success(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDeviceToHost, stream), "read");
-  expect_success(cudaStreamSynchronize(stream), "an operation before read");
+  expect_success(cudaStreamSynchronize(stream), "read");
 }
 
 void CudaBackend::add(const Context& context, const Tensor& a, const Tensor& b, const Tensor& sum) {
