@@ -186,7 +186,8 @@ TEST_F(CudaCodec, AccumulatesTheSameBytesOverMicroBatches) {
                            "nf4/32/two-level", "e5m2/128/fp32", "bf16", "fp32"}) {
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
       for (const BlockGrid& grid :
-           {BlockGrid{3, 2 * 1100, 2}, BlockGrid{3, 2 * 1280, 2}, BlockGrid{200, 768, 1}}) {
+           {BlockGrid{3, 2 * 1100, 2}, BlockGrid{3, 2 * 1280, 2}, BlockGrid{200, 768, 1},
+            BlockGrid{3, 4 * 896, 4}, BlockGrid{3, 2 * 688, 2}}) {
         for (const bool awkward : {false, true}) {
           const QuantTwin main = pair_->quant(parse_format(text), grid);
           const Twin counters = pair_->counters();
@@ -388,7 +389,8 @@ TEST_F(CudaCodec, AdamwWritesTheSameBytes) {
                                 {ElementType::kBf16, MasterKind::kRemainder}};
   for (const BlockGrid& grid :
        {BlockGrid{5, 1, 1}, BlockGrid{1, 300, 1}, BlockGrid{9, 257, 1}, BlockGrid{3, 4 * 1040, 4},
-        BlockGrid{2, 2048, 1}, BlockGrid{33, 2 * 768, 2}}) {
+        BlockGrid{2, 2048, 1}, BlockGrid{33, 2 * 768, 2}, BlockGrid{3, 4 * 896, 4},
+        BlockGrid{5, 4 * 128, 4}, BlockGrid{3, 2 * 688, 2}}) {
     for (const Case& c : formats) {
       for (const Held& held : helds) {
         AdamwStep step;
@@ -508,6 +510,47 @@ TEST_F(CudaCodec, EmbeddingLeavesOutIdsOutsideTheTable) {
   cpu_backend().embedding_backward(pair_->cpu, good_ids.cpu, dout_good.cpu, dtable.cpu, {}, {});
   cuda_backend().embedding_backward(pair_->cuda, bad_ids.cuda, dout_bad.cuda, dtable.cuda, {}, {});
   expect_same(dtable, "embedding_backward");
+}
+
+// The short path of the root and the quotient against IEEE's, bit for bit: the weights start at zero, so
+// that after a step they are the quotient times the rate. Blocks of zeros, sizes from 2^-70 to 2^50 and
+// single elements far from their neighbours; the CPU's sqrt and division judge.
+TEST_F(CudaCodec, AdamwOfZerosAndExtremesWritesTheSameBytes) {
+  const BlockGrid grid{256, 16 * 896, 16};
+  const Shape shape{grid.rows, grid.row_length};
+  for (const double epsilon : {1e-8, 1e-15, 1e-25}) {  // the last is IEEE's path alone
+    const QuantTwin first = pair_->quant(parse_format("dynamic8/256/fp32"), grid),
+                    second = pair_->quant(parse_format("dynamic8-unsigned/256/fp32"), grid),
+                    gradient = pair_->quant(parse_format("e4m3/128/fp32"), grid);
+    const Twin weight =
+        pair_->of(ElementType::kFp32, shape, Values(static_cast<std::size_t>(grid.count())));
+    AdamwStep step;
+    step.master = MasterKind::kNone;
+    step.learning_rate = 1.0;
+    step.epsilon = epsilon;
+    for (step.step = 1; step.step <= 3; ++step.step) {
+      Values numbers = testing_operations::normal(grid.count(), static_cast<std::uint32_t>(step.step));
+      for (std::size_t i = 0; i < numbers.size(); ++i) {
+        const std::size_t block = i / 128;
+        if (block % 7 == 0) numbers[i] = 0;
+        numbers[i] *= std::exp2(static_cast<double>((block * 37) % 121) - 70);
+        if (i % 61 == 0) numbers[i] *= 1e-3;
+      }
+      const Twin source = pair_->of(ElementType::kFp32, shape, numbers);
+      cpu_backend().quantize(pair_->cpu, source.cpu, gradient.cpu, {}, {});
+      cuda_backend().upload(pair_->cuda, gradient.cpu.codes, gradient.cuda.codes,
+                            storage_bytes(gradient.cpu.format, grid));
+      cpu_backend().adamw_update(pair_->cpu, {weight.cpu, {}, gradient.cpu, first.cpu, second.cpu}, step,
+                                 {});
+      cuda_backend().adamw_update(pair_->cuda, {weight.cuda, {}, gradient.cuda, first.cuda, second.cuda},
+                                  step, {});
+    }
+    const std::string what = fmt::format("adamw, epsilon {}", epsilon);
+    expect_same(first, what + " first moment");
+    expect_same(second, what + " second moment");
+    expect_same_elements(weight, what + " weight");
+    renew();
+  }
 }
 
 }  // namespace

@@ -194,7 +194,8 @@ class KernelBenchmark {
             [&] {
               const Tensor gate_up = random(kBf16, rows, 2 * width),
                            hidden = empty(kBf16, Shape{rows, width});
-              const QuantTensor saved = take(memory_, activation_, BlockGrid{rows, 2 * width, 2});
+              const QuantTensor saved =
+                  take(memory_, activation_, BlockGrid{rows, 2 * width, 2 * sizes_.segments});
               return Case{bytes_of(gate_up) + bytes_of(hidden) + bytes_of(saved), [=, this] {
                             backend_.swiglu_forward_save(context_, gate_up, hidden, saved, {}, {});
                           }};
@@ -205,7 +206,7 @@ class KernelBenchmark {
     const std::int64_t rows = sizes_.tokens, width = sizes_.feed_forward;
     measure(
         "swiglu_backward_saved", matrix(rows, 2 * width) + " bf16 from " + activation_.to_string(), [&] {
-          const QuantTensor saved = random(activation_, rows, 2 * width, 2);
+          const QuantTensor saved = random(activation_, rows, 2 * width, 2 * sizes_.segments);
           const Tensor dhidden = random(kBf16, rows, width), hidden = empty(kBf16, dhidden.shape),
                        dgate_up = empty(kBf16, Shape{rows, 2 * width});
           return Case{
@@ -235,17 +236,17 @@ class KernelBenchmark {
   }
 
   void accumulate() {
-    const std::int64_t rows = sizes_.parameter_rows(), width = sizes_.hidden;
+    const auto [rows, width, segments] = sizes_.parameter();
     measure("accumulate", matrix(rows, width) + " fp32 into " + gradient_.to_string(), [&] {
       const Tensor addend = random(kFp32, rows, width);
-      const QuantTensor main = random(gradient_, rows, width);
+      const QuantTensor main = random(gradient_, rows, width, segments);
       return Case{bytes_of(addend) + 2 * bytes_of(main),
                   [=, this] { backend_.accumulate(context_, addend, main, {}, {}); }};
     });
   }
 
   void adamw_update() {
-    const std::int64_t rows = sizes_.parameter_rows(), width = sizes_.hidden;
+    const auto [rows, width, segments] = sizes_.parameter();
     const QuantFormat first{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest},
         second{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
     measure(
@@ -257,9 +258,9 @@ class KernelBenchmark {
           tensors.weight = random(kBf16, rows, width);
           tensors.master = empty(ElementType::kInt16, tensors.weight.shape);
           backend_.zero(context_, tensors.master.data, tensors.master.bytes());
-          tensors.gradient = random(gradient_, rows, width);
-          tensors.first_moment = random(first, rows, width);
-          tensors.second_moment = random(second, rows, width);
+          tensors.gradient = random(gradient_, rows, width, segments);
+          tensors.first_moment = random(first, rows, width, segments);
+          tensors.second_moment = random(second, rows, width, segments);
           const AdamwStep step{
               .master = MasterKind::kRemainder, .learning_rate = 1e-5, .weight_decay = .1, .step = 100};
           return Case{2 * (bytes_of(tensors.weight) + bytes_of(tensors.master) +
@@ -270,9 +271,9 @@ class KernelBenchmark {
   }
 
   void sum_of_squares() {
-    const std::int64_t rows = sizes_.parameter_rows(), width = sizes_.hidden;
+    const auto [rows, width, segments] = sizes_.parameter();
     measure("sum_of_squares", matrix(rows, width) + " " + gradient_.to_string(), [&] {
-      const QuantTensor x = random(gradient_, rows, width);
+      const QuantTensor x = random(gradient_, rows, width, segments);
       const Tensor total = empty(ElementType::kFp64, Shape{1});
       return Case{bytes_of(x) + bytes_of(total),
                   [=, this] { backend_.sum_of_squares(context_, x, total); }};

@@ -19,10 +19,11 @@ struct KernelSizes {
   std::int64_t hidden = 4096;
   std::int64_t feed_forward = 14336;
   std::int64_t vocabulary = 128256;
+  std::int64_t segments = 16;  // of a row of feed_forward columns, as ModelConfig has them
   AttentionShape attention{32, 8, 128};
 
-  /// Rows and columns of the parameter that gradient and optimizer operations work on.
-  std::int64_t parameter_rows() const { return tokens; }
+  /// The parameter that gradient and optimizer operations work on: the down projection at 16,384 tokens.
+  BlockGrid parameter() const { return {tokens < 4 ? 1 : tokens / 4, feed_forward, segments}; }
   /// Tokens whose logits exist at once.
   std::int64_t loss_rows() const { return tokens < 8 ? 1 : tokens / 8; }
 };

@@ -8,8 +8,12 @@
 namespace agoq {
 namespace {
 
-constexpr KernelSizes kSmall{
-    .tokens = 32, .hidden = 128, .feed_forward = 192, .vocabulary = 100, .attention = {4, 2, 16}};
+constexpr KernelSizes kSmall{.tokens = 32,
+                             .hidden = 128,
+                             .feed_forward = 192,
+                             .vocabulary = 100,
+                             .segments = 2,
+                             .attention = {4, 2, 16}};
 
 TEST(KernelBenchmark, TimesEveryOperation) {
   const std::vector<KernelTime> times = measure_kernels(cpu_backend(), kSmall, 3);
@@ -53,8 +57,10 @@ TEST(KernelBenchmark, CountsEachByteOnce) {
   EXPECT_EQ(bytes_of("quantize"), 32 * (128 * 2 + 70));
   // x twice, delta, y; weight; rstd; saved.
   EXPECT_EQ(bytes_of("residual_norm_forward"), 32 * (4 * 256 + 4 + 70) + 256);
-  // gate and up are a segment each of 192 elements: 96 + 6 + 2 bytes.
-  EXPECT_EQ(bytes_of("swiglu_backward_saved"), 32 * (2 * 384 + 2 * 384 + 2 * 104));
+  // gate and up are two segments each of 96 elements: 48 + 3 + 2 bytes.
+  EXPECT_EQ(bytes_of("swiglu_backward_saved"), 32 * (2 * 384 + 2 * 384 + 4 * 53));
+  // A parameter of [8, 192] in two segments a row: 96 codes and one scale of four bytes.
+  EXPECT_EQ(bytes_of("accumulate"), 8 * (192 * 4 + 2 * 2 * 100));
   // q and k of four and two heads of 16, read and written; the table; positions.
   EXPECT_EQ(bytes_of("rope"), 32 * (2 * 6 * 16 * 2 + 8 * 2 * 4 + 4));
 }

@@ -4,11 +4,11 @@
 //   m = m + (1 - beta1) (g - m)                v = beta2 v + (1 - beta2) g^2
 //   p = (1 - lr decay) p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 //
-// A warp owns one chunk of 256 elements of a group (group_codec.cuh), a lane eight of them: of the
-// gradient, both moments and the weight at once. That is one block of moments in dynamic8/256/fp32, the
-// format of 8-bit moments, so a block is quantised as soon as it is updated. Where segments are whole
-// blocks and the formats are those of training, planes are walked without groups. Any other combination
-// of formats goes group by group through local memory.
+// A warp owns one chunk of 256 elements of a segment, a lane eight of them: of the gradient, both
+// moments and the weight at once. That is one block of moments in dynamic8/256/fp32, the format of 8-bit
+// moments, so a block is quantised as soon as it is updated. Where the formats are those of training,
+// planes are walked without groups (group_codec.cuh). Any other combination of formats goes group by
+// group through local memory.
 //
 // The operations, their order and their rounding are the CPU's (no contraction, IEEE division and
 // square root): every byte that is written is the CPU backend's.
@@ -53,21 +53,63 @@ struct Operands {
   void* master;
   bool aligned;  // weight and master allow one access per vector
   bool lift;
-  bool is_fp32;  // the weight
+  bool may_be_plain;  // epsilon and correction are within the bounds of plain_direction
+  bool is_fp32;       // the weight
   MasterKind kind;
   Scalars scalars;
   RandomWords weight_key, first_key, second_key;
 };
 
+__device__ __forceinline__ void update_moments(const Scalars& s, float gradient, float& first,
+                                               float& second) {
+  const float g = s.gradient_scale * gradient;
+  first = first + s.one_minus_beta1 * (g - first);
+  second = s.beta2 * second + s.one_minus_beta2 * g * g;
+}
+/// m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon).
+__device__ __forceinline__ float direction(const Scalars& s, float first, float second) {
+  return first / (sqrtf(second) * s.second_correction + s.epsilon);
+}
 __device__ __forceinline__ void update(const Scalars& s, float gradient, float& first, float& second,
                                        float& master) {
-  const float g = s.gradient_scale * gradient;
-  const float m = first + s.one_minus_beta1 * (g - first);
-  const float v = s.beta2 * second + s.one_minus_beta2 * g * g;
-  first = m;
-  second = v;
-  master = s.keep * master - s.rate * (m / (sqrtf(v) * s.second_correction + s.epsilon));
+  update_moments(s, gradient, first, second);
+  master = s.keep * master - s.rate * direction(s, first, second);
 }
+
+// The root and the quotient of IEEE take a long path for zeros and near the ends of the range of
+// exponents. Zeros are common (rows of tokens that never came), the rest is not: a vector is plain if
+// its moments are zero or within these bounds, and `direction` of it is the same bits without branches.
+// With epsilon and the correction within theirs the divisor is in [2^-60, 2^61), so nothing on the way
+// is subnormal or overflows.
+constexpr float kLeastPlainFirst = 0x1p-50f, kMostPlainFirst = 0x1p60f;
+constexpr float kLeastPlainSecond = 0x1p-100f, kMostPlainSecond = 0x1p80f;
+constexpr float kLeastEpsilon = 0x1p-60f, kMostCorrection = 0x1p20f;
+
+__device__ __forceinline__ float plain_direction(const Scalars& s, float first, float second) {
+  // An approximation of 1 / sqrt(v), and one step that rounds correctly. Of v = 0 the root is 0.
+  float inverse_root;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse_root) : "f"(fmaxf(second, kLeastPlainSecond)));
+  float root = second * inverse_root;
+  root = fmaf(fmaf(-root, root, second), 0.5f * inverse_root, root);
+  const float divisor = root * s.second_correction + s.epsilon;
+  // An approximation of 1 / divisor, a step for it, and two for the quotient.
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(divisor));
+  reciprocal = fmaf(fmaf(-divisor, reciprocal, 1.0f), reciprocal, reciprocal);
+  float quotient = first * reciprocal;
+  quotient = fmaf(fmaf(-divisor, quotient, first), reciprocal, quotient);
+  return fmaf(fmaf(-divisor, quotient, first), reciprocal, quotient);
+}
+
+/// The smallest non-zero magnitude among what was added is at least `bound`. Zero less one is the
+/// largest unsigned number.
+struct LeastMagnitude {
+  std::uint32_t bits = ~0u;  // twice those of the magnitude, less one
+  __device__ __forceinline__ void add(float x) { bits = min(bits, __float_as_uint(x) * 2u - 1u); }
+  __device__ __forceinline__ bool is_at_least(float bound) const {
+    return bits >= __float_as_uint(bound) * 2u - 1u;
+  }
+};
 
 /// Lifts a lane's non-zero elements that would be stored as zero to the smallest level of their block
 /// of `lanes` lanes: cpu/adamw.cpp says why.
@@ -269,11 +311,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 }
 
-// --- flat: blocks of 256 whose planes have no gaps ---
+// --- flat: planes without gaps ---
 //
 // The formats that training uses (gradient e4m3 with FP32 scales, moments of 8 bits) over segments of
-// whole blocks: block b of every plane starts at 256 b, so nothing is computed per group, and both maps
-// are read from shared memory.
+// whole vectors. Each segment is chunks of 256 and a shorter last one; where segments are whole chunks,
+// the tensor is one segment. Chunk c of the tensor is block c of either moment, its element i is element
+// i of every code plane, and both maps are read from shared memory.
 
 // The number of a dynamic level (quant/codec.h) by one lookup. With values = 2^d per decade, and f the
 // index p over values,
@@ -332,6 +375,8 @@ __host__ __device__ __forceinline__ std::uint32_t nearest_level(const Binade* bi
   return mantissa >> (binade.shift - (upper ? 1 : 0));
 }
 
+constexpr std::uint32_t kZeroFirsts = 0x7F7F7F7Fu;  // dynamic8's codes of zero
+
 struct Maps {
   Binade first[kBinades], second[kBinades];
   float first_level[256], second_level[256];
@@ -389,7 +434,7 @@ __device__ __forceinline__ uint2 encode_by(const Binade* binades, const float (&
 
 template <typename Held>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    adamw_flat_kernel(const __grid_constant__ Operands operands, std::int64_t blocks) {
+    adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
   __shared__ Maps maps;
   fill_maps(maps);
   __syncthreads();
@@ -399,39 +444,74 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
   auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
   auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
-  for (std::int64_t block = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; block < blocks;
-       block += std::int64_t{gridDim.x} * kWarps) {
-    const std::int64_t vector = block * kWarp + lane_index();
-    const std::int64_t element = vector * kVector;
-    const uint2 gradient = gradients[vector], first = firsts[vector], second = seconds[vector];
-    float p[kVector];
-    Held::load(operands, element, true, kVector, p);
-    const float gradient_scale = gradient_scales[element >> operands.gradient.block_shift];
-    const float first_scale = first_scales[block], second_scale = second_scales[block];
+  for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+       index < cut.total_chunks; index += std::uint64_t{gridDim.x} * kWarps) {
+    const auto chunk = static_cast<std::uint32_t>(index);
+    const ChunkCut::Place place = cut.place(chunk, operands.gradient.block_shift);
+    const std::int64_t vector = place.element / kVector;
+    uint2 gradient = make_uint2(0, 0), first = make_uint2(kZeroFirsts, kZeroFirsts),
+          second = make_uint2(0, 0);
+    float p[kVector] = {};
+    float gradient_scale = 0;
+    if (place.exists) {
+      gradient = gradients[vector], first = firsts[vector], second = seconds[vector];
+      Held::load(operands, place.element, true, kVector, p);
+      gradient_scale = gradient_scales[place.block];
+    }
+    const float first_scale = first_scales[chunk], second_scale = second_scales[chunk];
 
     float g[kVector], m[kVector], v[kVector];
     group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
     decode_by(maps.first_level, first, first_scale, m);
     decode_by(maps.second_level, second, second_scale, v);
     float largest_first = 0.0f, largest_second = 0.0f;
+    LeastMagnitude least_first, least_second;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      update(operands.scalars, g[i] * gradient_scale, m[i], v[i], p[i]);
+      update_moments(operands.scalars, g[i] * gradient_scale, m[i], v[i]);
       largest_first = group_detail::max_or_nan(largest_first, fabsf(m[i]));
       largest_second = group_detail::max_or_nan(largest_second, v[i]);
+      least_first.add(m[i]);
+      least_second.add(v[i]);
     }
-    Held::store(operands, element, true, kVector, p);
+    if (operands.may_be_plain && largest_first <= kMostPlainFirst &&
+        largest_second <= kMostPlainSecond && least_first.is_at_least(kLeastPlainFirst) &&
+        least_second.is_at_least(kLeastPlainSecond)) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        p[i] = operands.scalars.keep * p[i] -
+               operands.scalars.rate * plain_direction(operands.scalars, m[i], v[i]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kVector; ++i) {
+        float m_i = m[0], v_i = v[0], p_i = p[0];  // registers have no index that is known at run time
+#pragma unroll
+        for (int k = 1; k < kVector; ++k) {
+          if (k == i) m_i = m[k], v_i = v[k], p_i = p[k];
+        }
+        p_i =
+            operands.scalars.keep * p_i - operands.scalars.rate * direction(operands.scalars, m_i, v_i);
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+          if (k == i) p[k] = p_i;
+        }
+      }
+    }
+    if (place.exists) Held::store(operands, place.element, true, kVector, p);
     // Numbers that are not negative are ordered like their bits, and NaN is above them.
     const float first_absmax =
         __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
     const float second_absmax =
         __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_second)));
     if (!(first_absmax <= FLT_MAX) || !(second_absmax <= FLT_MAX)) {  // the whole warp
+      const int begin = lane_index() * kVector;  // of the lane's vector, in the block
       const auto encode_not_finite = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
         Group group{};  // the block alone
-        group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + block * kSuperBlock / kChunks;
-        group.scales = view.scales + block * std::int64_t{sizeof(float)};
-        group.count = static_cast<int>(kSuperBlock) / kChunks;
+        group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + (place.element - begin);
+        group.scales = view.scales + std::int64_t{chunk} * std::int64_t{sizeof(float)};
+        group.count =
+            static_cast<int>(min(cut.segment_length - place.in_segment + begin, ChunkCut::kElements));
         encode_chunk_of_256<code>(view, group, 0, x);
       };
       encode_not_finite.template operator()<Code::kDynamic8>(operands.first, m);
@@ -443,10 +523,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) v[i] = v[i] > 0.0f ? fmaxf(v[i], least) : v[i];
     float scale;
-    firsts[vector] = encode_by<Code::kDynamic8>(maps.first, m, first_absmax, scale);
-    if (lane_index() == 0) first_scales[block] = scale;
-    seconds[vector] = encode_by<Code::kDynamic8Unsigned>(maps.second, v, second_absmax, scale);
-    if (lane_index() == 0) second_scales[block] = scale;
+    first = encode_by<Code::kDynamic8>(maps.first, m, first_absmax, scale);
+    if (place.exists) firsts[vector] = first;
+    if (lane_index() == 0) first_scales[chunk] = scale;
+    second = encode_by<Code::kDynamic8Unsigned>(maps.second, v, second_absmax, scale);
+    if (place.exists) seconds[vector] = second;
+    if (lane_index() == 0) second_scales[chunk] = scale;
   }
 }
 
@@ -495,11 +577,9 @@ bool is_flat(const Operands& operands) {
            view.rounding == Rounding::kNearest && view.aligned;
   };
   return operands.aligned && gradient.path == Code::kE4m3 && gradient.scale == ScaleType::kFp32 &&
-         gradient.aligned && gradient.segment_length % 256 == 0 &&
-         is_block_of_256(operands.first, Code::kDynamic8) &&
+         gradient.aligned && gradient.block <= 256 && is_block_of_256(operands.first, Code::kDynamic8) &&
          is_block_of_256(operands.second, Code::kDynamic8Unsigned);
 }
-
 bool is_moment_of(const QuantView& view, Code code) {
   return view.code == Code::kFp32 ||
          (view.code == code && view.block == 256 && view.scale == ScaleType::kFp32 &&
@@ -560,6 +640,7 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
   const Tensor& master = tensors.master;
   const bool master_aligned =
       step.master == MasterKind::kNone || reinterpret_cast<std::uintptr_t>(master.data) % 16 == 0;
+  const Scalars scalars(step);
   const Operands operands{view_of(tensors.gradient),
                           view_of(tensors.first_moment),
                           view_of(tensors.second_moment),
@@ -567,19 +648,25 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
                           master.data,
                           master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
                           tensors.second_moment.format.code == Code::kDynamic8Unsigned,
+                          scalars.epsilon >= kLeastEpsilon && scalars.epsilon <= 1.0f &&
+                              scalars.second_correction <= kMostCorrection,
                           tensors.weight.type == ElementType::kFp32,
                           step.master,
-                          Scalars(step),
+                          scalars,
                           mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
                           mixed_key(first_key),
                           mixed_key(second_key)};
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t groups = operands.gradient.groups;
   if (is_flat(operands)) {
-    const std::int64_t moment_blocks = tensors.weight.count() / 256;
-    const unsigned blocks = grid_blocks((moment_blocks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+    // By the moments' blocks, which are the longer ones.
+    ChunkCut cut = chunk_cut(operands.first, tensors.weight.count());
+    cut.blocks = (cut.segment_length + operands.gradient.block - 1) /
+                 static_cast<std::uint32_t>(operands.gradient.block);
+    const unsigned blocks =
+        grid_blocks((std::int64_t{cut.total_chunks} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
     for_held(operands, [&]<typename Held>() {
-      adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, moment_blocks);
+      adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, cut);
     });
   } else if (goes_by_chunk(operands)) {
     const unsigned blocks =

@@ -1081,6 +1081,48 @@ __device__ __forceinline__ void encode_chunk_of_256(const QuantView& view, const
   store_codes<code>(view, group, begin, count, codes);
 }
 
+/// How kernels that walk planes without groups cut a tensor: each segment into chunks of 256 elements
+/// and a shorter last one, whole vectors all. Element i of the tensor is element i of a plane of 8 bits;
+/// a block of at most 256 elements lies in one chunk.
+struct ChunkCut {
+  static constexpr std::uint32_t kElements = kWarp * kVector;
+
+  std::uint32_t segment_length;  // elements
+  std::uint32_t chunks, blocks;  // of a segment
+  std::uint32_t total_chunks;    // of the tensor
+
+  /// Where a lane's vector lies.
+  struct Place {
+    std::int64_t element;      // of the vector's first, in the tensor
+    std::int64_t block;        // number, in the tensor, of the block that it is part of
+    std::uint32_t in_segment;  // of the vector's first element
+    bool exists;
+  };
+  __device__ __forceinline__ Place place(std::uint32_t chunk, int block_shift) const {
+    const std::uint32_t segment = chunk / chunks;
+    const std::uint32_t in_segment =
+        (chunk - segment * chunks) * kElements + threadIdx.x % kWarp * kVector;
+    return {std::int64_t{segment} * segment_length + in_segment,
+            std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment,
+            in_segment < segment_length};
+  }
+};
+
+/// Of a tensor of `count` elements and 8-bit codes; host side. Where segments are whole blocks and the
+/// tensor whole chunks, the segments do not matter.
+inline ChunkCut chunk_cut(const QuantView& view, std::int64_t count) {
+  std::int64_t segment_length = view.segment_length;
+  if (segment_length % view.block == 0 && count % ChunkCut::kElements == 0) {
+    segment_length = ChunkCut::kElements;
+  }
+  const std::int64_t chunks = (segment_length + ChunkCut::kElements - 1) / ChunkCut::kElements;
+  const std::int64_t total = count / segment_length * chunks;
+  check(total < (std::int64_t{1} << 32), "a tensor of {} elements is larger than kernels count", count);
+  return {static_cast<std::uint32_t>(segment_length), static_cast<std::uint32_t>(chunks),
+          static_cast<std::uint32_t>((segment_length + view.block - 1) / view.block),
+          static_cast<std::uint32_t>(total)};
+}
+
 /// x += the elements of a vector in E4M3 under an FP32 scale.
 __device__ __forceinline__ void add_e4m3_vector(uint2 codes, float scale, float (&x)[kVector]) {
   if (scale == 0.0f) codes = make_uint2(0, 0);

@@ -42,15 +42,20 @@ inline bool has_fused_path(std::string_view operation, ElementType type, const Q
   return has;
 }
 
-// --- whole groups of the default format ---
+// --- whole blocks of the default format ---
 //
-// Kernels have an instance of their own for nf4/32/two-level tensors whose groups are all whole and
-// aligned, which those of models are: no element is counted and nothing about the format is asked.
+// Kernels have an instance of their own for aligned nf4/32/two-level tensors whose blocks are all whole,
+// which those of models are: a lane's vector is part of the group or is not, and nothing about the
+// format is asked.
 
-/// Whether the instance is for `view`, which describes the packed operand.
-inline bool has_whole_nf4_groups(const QuantView& view) {
+/// Whether all blocks of the packed operand are whole: of a group, the first count / 8 vectors exist.
+inline bool has_whole_nf4_blocks(const QuantView& view) {
   return view.path == Code::kNf4 && view.block == 32 && view.scale == ScaleType::kTwoLevel &&
-         view.aligned && view.segment_length % kSuperBlock == 0;
+         view.aligned && view.segment_length % 32 == 0;
+}
+/// Whether all its groups are: kernels that know this take kSuperBlock for a group's count.
+inline bool has_whole_nf4_groups(const QuantView& view) {
+  return has_whole_nf4_blocks(view) && view.segment_length % kSuperBlock == 0;
 }
 /// The view with what such an instance knows as constants, so that branches on it vanish.
 __device__ __forceinline__ QuantView with_known_layout(QuantView view) {
@@ -62,6 +67,15 @@ __device__ __forceinline__ QuantView with_known_layout(QuantView view) {
   return view;
 }
 
+/// Whether the lane's vector `chunk` is part of a group of whole blocks.
+__device__ __forceinline__ bool holds(const Group& group, int chunk) {
+  return vector_begin(chunk) < group.count;
+}
+/// Whether any lane's is. Every lane of the warp gets the same answer.
+__device__ __forceinline__ bool any_holds(const Group& group, int chunk) {
+  return chunk * kWarp * kVector < group.count;
+}
+
 /// A lane's share of such a group as it is stored; lane l holds the scale of block l. All lanes of the
 /// warp call the members together.
 struct WholeNf4Group {
@@ -71,9 +85,13 @@ struct WholeNf4Group {
   __device__ __forceinline__ void load(const Group& group) {
     const auto* const words = reinterpret_cast<const std::uint32_t*>(group.codes);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) codes[chunk] = words[chunk * kWarp + lane_index()];
-    scale =
-        two_level_scale(reinterpret_cast<const std::uint8_t*>(group.scales)[lane_index()], *group.super);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      codes[chunk] = holds(group, chunk) ? words[chunk * kWarp + lane_index()] : 0;
+    }
+    const bool has_block = lane_index() * 32 < group.count;
+    scale = two_level_scale(
+        has_block ? reinterpret_cast<const std::uint8_t*>(group.scales)[lane_index()] : std::uint8_t{0},
+        *group.super);
   }
   /// level: group_detail::level_of_lane<Code::kNf4>().
   __device__ __forceinline__ void decode(int chunk, float level, float (&x)[kVector]) const {
@@ -189,6 +207,93 @@ __device__ __forceinline__ void load_packed_group(const Group& group, const Stor
     } else {
       load_packed(from, count, to[chunk]);
     }
+  }
+}
+
+/// The largest magnitude of eight BF16 elements; NaN where one is.
+__device__ __forceinline__ float largest_of(const PackedVector<Bf16>& packed) {
+  std::uint32_t most = packed.words[0];
+#pragma unroll
+  for (int i = 1; i < kVector / 2; ++i) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(packed.words[i]));
+#else
+    asm("max.NaN.bf16x2 %0, %1, %2;"
+        : "=r"(most)
+        : "r"(most & 0x7FFF7FFFu), "r"(packed.words[i] & 0x7FFF7FFFu));
+#endif
+  }
+  return group_detail::max_or_nan(fabsf(__uint_as_float(most << 16)),
+                                  fabsf(__uint_as_float(most & 0xFFFF0000u)));
+}
+
+/// Quantises what is not plain: NaN, Inf, and blocks far below the group's largest. Out of line, since
+/// it is rare.
+inline __device__ __noinline__ LaneCounts encode_nf4_group_with_care(QuantView view, Group group,
+                                                                     const Bf16* row) {
+  LaneCounts counts;
+  GroupValues values;
+  load_group(group, row, true, values);
+  group_detail::encode_blocks<Code::kNf4>(with_known_layout(view), group, values, counts);
+  return counts;
+}
+
+/// Quantises the group's part of row `row` where has_whole_nf4_blocks; the same bytes and counts as
+/// encode_group. view: with_known_layout. midpoint: group_detail::midpoint_of_lane<Code::kNf4>().
+///
+/// A group is plain if all is finite and each block is zero or has a scale that is neither flushed nor
+/// so coarse that something saturates: then nothing is counted.
+__device__ __forceinline__ void encode_whole_nf4_group(const QuantView& view, const Group& group,
+                                                       const Bf16* row, float midpoint,
+                                                       LaneCounts& counts) {
+  using namespace group_detail;
+  PackedGroup<Bf16> x;
+  float largest[kChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    x[chunk] = {};
+    if (holds(group, chunk)) load_packed(row + group.column + vector_begin(chunk), x[chunk]);
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) largest[chunk] = largest_of(x[chunk]);
+  const bool finite =
+      max_or_nan(max_or_nan(largest[0], largest[1]), max_or_nan(largest[2], largest[3])) <= FLT_MAX;
+  const float absmax = reduce_max(view, largest).value[0];  // of the block that the lane answers for
+  // Numbers that are not negative are ordered like their bits.
+  const Bf16 super =
+      stored_super_scale(__uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(absmax))));
+  const float super_scale = to_float(super);
+  const std::uint32_t code = encode_e4m3_pair(absmax * (1.0f / super_scale), 0.0f) & 0xFFu;
+  float scale, unused;
+  decode_e4m3_pair(code, scale, unused);
+  scale *= super_scale;
+  const bool plain = finite && (absmax == 0.0f || (scale >= kSmallestScale && scale <= FLT_MAX &&
+                                                   absmax <= kSaturationMargin * scale));
+  if (!__all_sync(kWholeWarp, plain && super.bits != 0)) {
+    const LaneCounts counted = encode_nf4_group_with_care(view, group, row);
+    counts.non_finite += counted.non_finite;
+    counts.saturated += counted.saturated;
+    counts.flushed_blocks += counted.flushed_blocks;
+    return;
+  }
+  const int block = owned_block(view, 0);
+  if (block * 32 < group.count) {
+    reinterpret_cast<std::uint8_t*>(group.scales)[block] = static_cast<std::uint8_t>(code);
+  }
+  if (lane_index() == 0) *group.super = super;
+  // A block of zeros has scale 0: 0 times 0 gets the code of zero.
+  const OwnedBlocks reciprocals{{scale == 0.0f ? 0.0f : 1.0f / scale, 0.0f}};
+  auto* const words = reinterpret_cast<std::uint32_t*>(group.codes);
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (!any_holds(group, chunk)) break;
+    const float reciprocal = value_of(view, reciprocals, chunk);
+    float y[kVector];
+    widen(x[chunk], y);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) y[i] *= reciprocal;
+    const VectorCodes codes = encode_vector<Code::kNf4>(y, midpoint);
+    if (holds(group, chunk)) words[chunk * kWarp + lane_index()] = codes.low;
   }
 }
 

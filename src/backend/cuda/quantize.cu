@@ -8,7 +8,7 @@
 // share out the groups of the tensor. What is used in training has kernels of its own; any other format
 // goes through the path that all share.
 #include "backend/cuda/cuda_backend.h"
-#include "backend/cuda/group_codec.cuh"
+#include "backend/cuda/group_vectors.cuh"
 #include "backend/operand_checks.h"
 
 namespace agoq::cuda {
@@ -48,6 +48,18 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   counts.add_to(counters);
 }
 
+/// quantize where has_whole_nf4_blocks and the source is aligned.
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    whole_quantize_kernel(const Bf16* source, QuantView given_view, std::int64_t* counters) {
+  const QuantView view = with_known_layout(given_view);
+  const float midpoint = group_detail::midpoint_of_lane<Code::kNf4>();
+  LaneCounts counts;
+  for_each_group(view, [&](const Group& group) {
+    encode_whole_nf4_group(view, group, source + group.row * view.row_length, midpoint, counts);
+  });
+  counts.add_to(counters);
+}
+
 template <Code code, typename Storage>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(QuantView view, Storage* destination, bool aligned) {
@@ -72,55 +84,59 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDy
   counts.add_to(counters);
 }
 
-// --- flat: segments of whole chunks of 256, whose planes have no gaps ---
+// --- flat: planes without gaps ---
 //
-// What training uses most, without the arithmetic of groups: element i of the tensor is element i of the
-// code plane, and a lane's eight elements lie in one block. A warp takes kFlatChunks chunks at a time,
-// and has all their loads in flight before it decodes one.
+// What training uses most, without the arithmetic of groups: segments of whole vectors, so that element
+// i of the tensor is element i of the code plane and a lane's eight elements lie in one block. A warp
+// takes kFlatChunks chunks of 256 at a time, and has all their loads in flight before it decodes one.
 
 constexpr int kFlatChunk = kWarp * kVector;
 constexpr int kFlatChunks = 2;
 constexpr int kFlatResidentBlocks = 4;  // 64 registers
 
-bool is_flat(const QuantView& view, bool aligned) {
-  return aligned && view.aligned && view.segment_length % kFlatChunk == 0;
-}
 unsigned flat_blocks_for(std::int64_t chunks) {
   constexpr std::int64_t kPerBlock = kThreads / kWarp * kFlatChunks;
   return grid_blocks((chunks + kPerBlock - 1) / kPerBlock, 4 * kFlatResidentBlocks);
 }
 
-/// accumulate into e4m3 with FP32 scales. lanes: of a block.
+/// accumulate into e4m3 with FP32 scales.
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
     flat_accumulate_kernel(const Storage* addend, uint2* codes, float* scales, int block_shift,
-                           std::int64_t chunks, std::int64_t* counters) {
-  const int lanes = (1 << block_shift) / kVector;
+                           ChunkCut cut, std::int64_t* counters) {
+  const int lanes = (1 << block_shift) / kVector;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
   LaneCounts counts;
-  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
-  for (std::int64_t first =
-           (std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
-       first < chunks; first += step) {
+  const std::uint64_t step = std::uint64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
+  for (std::uint64_t first =
+           (std::uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
+       first < cut.total_chunks; first += step) {
     float x[kFlatChunks][kVector];
     uint2 loaded[kFlatChunks];
     float scale[kFlatChunks];
+    ChunkCut::Place place[kFlatChunks];
 #pragma unroll
     for (int k = 0; k < kFlatChunks; ++k) {
-      const std::int64_t vector = (first + k) * kWarp + lane_index();
-      if (first + k < chunks) {
-        load_vector(addend + vector * kVector, x[k]);
-        loaded[k] = codes[vector];
-        scale[k] = scales[vector * kVector >> block_shift];
+      place[k] = cut.place(static_cast<std::uint32_t>(first) + k, block_shift);
+      if (first + k >= cut.total_chunks) place[k].exists = false;
+      if (place[k].exists) {
+        load_vector(addend + place[k].element, x[k]);
+        loaded[k] = codes[place[k].element / kVector];
+        scale[k] = scales[place[k].block];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[k][i] = 0.0f;
+        loaded[k] = make_uint2(0, 0);
+        scale[k] = 0.0f;
       }
     }
 #pragma unroll
     for (int k = 0; k < kFlatChunks; ++k) {
-      if (first + k >= chunks) continue;  // the whole warp
-      const std::int64_t vector = (first + k) * kWarp + lane_index();
       add_e4m3_vector(loaded[k], scale[k], x[k]);
-      codes[vector] = encode_e4m3_vector(x[k], lanes, scale[k], counts);
-      if (leads_block) scales[vector * kVector >> block_shift] = scale[k];
+      const uint2 encoded = encode_e4m3_vector(x[k], lanes, scale[k], counts);
+      if (!place[k].exists) continue;
+      codes[place[k].element / kVector] = encoded;
+      if (leads_block) scales[place[k].block] = scale[k];
     }
   }
   counts.add_to(counters);
@@ -251,6 +267,13 @@ void CudaBackend::quantize(const Context& context, const Tensor& source, const Q
     for_activation_path<Storage>(
         view,
         [&]<Code code>() {
+          if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
+            if (has_whole_nf4_blocks(view) && vector_aligned<Bf16>(source.data, view.segment_length)) {
+              whole_quantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
+                  source.as<Bf16>(), view, counters_of(counters));
+              return;
+            }
+          }
           quantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
               source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
               mixed_key(key), counters_of(counters));
@@ -269,8 +292,9 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
     const std::int64_t chunks = destination.count() / kFlatChunk;
     if (view.path == Code::kNf4 && view.scale == ScaleType::kTwoLevel &&
-        chunks < std::int64_t{1} << 32 &&
-        is_flat(view, vector_aligned<Storage>(destination.data, view.segment_length))) {
+        chunks < std::int64_t{1} << 32 && view.aligned &&
+        vector_aligned<Storage>(destination.data, view.segment_length) &&
+        view.segment_length % kFlatChunk == 0) {
       flat_dequantize_kernel<<<flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)>>>(
           reinterpret_cast<const std::uint32_t*>(view.codes),
           reinterpret_cast<const std::uint8_t*>(view.scales), reinterpret_cast<const Bf16*>(view.super),
@@ -302,12 +326,13 @@ void CudaBackend::accumulate(const Context& context, const Tensor& addend, const
   if (context.workspace.is_measuring() || addend.count() == 0) return;
   const QuantView view = view_of(main);
   for_storage("accumulate", addend.type, [&]<typename Storage>() {
-    if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 &&
-        is_flat(view, vector_aligned<Storage>(addend.data, view.segment_length))) {
-      const std::int64_t chunks = addend.count() / kFlatChunk;
-      flat_accumulate_kernel<<<flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)>>>(
+    if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
+        vector_aligned<Storage>(addend.data, view.segment_length)) {
+      const ChunkCut cut = chunk_cut(view, addend.count());
+      flat_accumulate_kernel<<<flat_blocks_for(cut.total_chunks), kThreads, 0,
+                               stream_of(context.stream)>>>(
           addend.as<Storage>(), reinterpret_cast<uint2*>(view.codes),
-          reinterpret_cast<float*>(view.scales), view.block_shift, chunks, counters_of(counters));
+          reinterpret_cast<float*>(view.scales), view.block_shift, cut, counters_of(counters));
       return;
     }
     for_gradient_path(

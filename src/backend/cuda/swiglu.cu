@@ -6,11 +6,10 @@
 // segments first, is made and read in the pass that computes. Both are read before anything is written:
 // dgate_up may be gate_up itself. The warps of the grid share out the pairs.
 //
-// exp and the division are the hardware's approximations. With e = exp(-|g|) as 2^(-|g| log2 e), the
-// product's rounding moves e by at most |g| 2^-24 relatively, ex2 and rcp by 2^-22 each, and e <= 1
-// enters as 1 / (1 + e) and e / (1 + e): for |g| <= 10 the error of s is under 1e-6, and past that,
-// where g is negative, s itself is under 5e-5. e under 2^-126 (|g| > 87) becomes zero. BF16 rounds by
-// 2e-3.
+// exp and the division are the hardware's approximations. With e = exp(-g) as 2^(-g log2 e), the
+// product's rounding moves e by at most |g| 2^-24 relatively, ex2 and rcp by 2^-22 each, and s = 1 / (1
+// + e) by no more than that: for |g| <= 10 the relative error of s is under 2e-6. Where e overflows or 1
+// + e is above 2^126 (g < -87) s becomes zero. BF16 rounds by 2e-3.
 //
 // Kernels that read a packed gate_up use what it decodes to, in FP32; the plain composition rounds that
 // to the tensors' type on its way through memory.
@@ -27,9 +26,9 @@ constexpr int kBlocksPerMultiprocessor = 12;  // four rounds of three
 __device__ __forceinline__ float sigmoid(float x) {
   constexpr float kLog2E = 1.44269504f;
   float e, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-fabsf(x) * kLog2E));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -kLog2E));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
-  return (x < 0.0f ? e : 1.0f) * inverse;
+  return inverse;
 }
 
 /// The pairs of a launch. `aligned`: every unpacked tensor allows vector accesses.
@@ -53,16 +52,12 @@ __device__ __forceinline__ void for_each_pair(const QuantView& view, const Pairs
 }
 
 /// hidden from gate_up, which is quantised into the view when kSave.
-/// kWhole: has_whole_nf4_groups and everything is aligned.
-template <typename Storage, bool kSave, Code code, bool kWhole>
-__global__ void __launch_bounds__(kThreads, kSave && !kWhole ? 2 : 3)
-    forward_kernel(QuantView given_view, Pairs pairs, const Storage* gate_up, Storage* hidden,
-                   RandomWords key, std::int64_t* counters) {
-  const QuantView view = kWhole ? with_known_layout(given_view) : given_view;
-  if constexpr (kWhole) pairs.aligned = true;
+template <typename Storage, bool kSave, Code code>
+__global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
+    forward_kernel(QuantView view, Pairs pairs, const Storage* gate_up, Storage* hidden, RandomWords key,
+                   std::int64_t* counters) {
   LaneCounts counts;
-  for_each_pair(view, pairs, [&](Group gate, Group up) {
-    if constexpr (kWhole) gate.count = up.count = kSuperBlock;
+  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
     const Storage* const row = gate_up + gate.row * 2 * pairs.width;
     PackedGroup<Storage> g_packed, u_packed;
     load_packed_group(gate, row, pairs.aligned, g_packed);
@@ -77,25 +72,61 @@ __global__ void __launch_bounds__(kThreads, kSave && !kWhole ? 2 : 3)
       store_part(gate, hidden + gate.row * pairs.width, pairs.aligned, chunk, g);
     }
     if constexpr (kSave) {
-      // One copy of the encoder's code for both. Whole groups are read again, out of the L1 cache: the
-      // registers that would keep them are worth more as warps.
       Group group = gate;
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {  // one copy of the encoder's code for both
         GroupValues values;
-        if constexpr (kWhole) load_packed_group(group, row, true, g_packed);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           widen(g_packed[chunk], values[chunk]);
-          if constexpr (!kWhole) g_packed[chunk] = u_packed[chunk];
+          g_packed[chunk] = u_packed[chunk];
         }
         encode_group<code>(view, group, values, key, counts);
         group = up;
-        if constexpr (kWhole) group.count = kSuperBlock;
       }
     }
   });
   if constexpr (kSave) counts.add_to(counters);
+}
+
+/// hidden from gate_up, which is quantised, where has_whole_nf4_blocks and everything is aligned. Groups
+/// are read again to be encoded, out of the L1 cache: the registers that would keep them are worth more
+/// as warps.
+__global__ void __launch_bounds__(kThreads, 3)
+    whole_forward_kernel(QuantView given_view, Pairs pairs, const Bf16* gate_up, Bf16* hidden,
+                         std::int64_t* counters) {
+  const QuantView view = with_known_layout(given_view);
+  const float midpoint = group_detail::midpoint_of_lane<Code::kNf4>();
+  LaneCounts counts;
+  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
+    const Bf16* const row = gate_up + gate.row * 2 * pairs.width;
+    Bf16* const out = hidden + gate.row * pairs.width + gate.column;
+    PackedGroup<Bf16> g_packed, u_packed;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      g_packed[chunk] = {}, u_packed[chunk] = {};
+      if (!holds(gate, chunk)) continue;
+      load_packed(row + gate.column + vector_begin(chunk), g_packed[chunk]);
+      load_packed(row + up.column + vector_begin(chunk), u_packed[chunk]);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (!any_holds(gate, chunk)) break;
+      float g[kVector], u[kVector];
+      widen(g_packed[chunk], g);
+      widen(u_packed[chunk], u);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g[i] = g[i] * sigmoid(g[i]) * u[i];
+      if (holds(gate, chunk)) store_vector(g, out + vector_begin(chunk));
+    }
+    Group group = gate;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {  // one copy of the encoder's code for both
+      encode_whole_nf4_group(view, group, row, midpoint, counts);
+      group = up;
+    }
+  });
+  counts.add_to(counters);
 }
 
 /// hidden, dg and du of one vector: g becomes du, u becomes dg.
@@ -137,32 +168,39 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
   });
 }
 
-/// The same where has_whole_nf4_groups and everything is aligned: decoded vector by vector, in few
+/// The same where has_whole_nf4_blocks and everything is aligned: decoded vector by vector, in few
 /// registers.
-template <typename Storage>
 __global__ void __launch_bounds__(kThreads, 3)
-    whole_backward_kernel(QuantView given_view, Pairs pairs, const Storage* dhidden, Storage* dgate_up,
-                          Storage* hidden) {
+    whole_backward_kernel(QuantView given_view, Pairs pairs, const Bf16* dhidden, Bf16* dgate_up,
+                          Bf16* hidden) {
   const QuantView view = with_known_layout(given_view);
   const float level = group_detail::level_of_lane<Code::kNf4>();
-  for_each_pair(view, pairs, [&](Group gate, Group up) {
-    gate.count = up.count = kSuperBlock;
-    PackedGroup<Storage> dhidden_packed;
-    load_packed_group(gate, dhidden + gate.row * pairs.width, true, dhidden_packed);
+  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
+    const std::int64_t begin = gate.row * pairs.width + gate.column;
+    PackedGroup<Bf16> dhidden_packed;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      dhidden_packed[chunk] = {};
+      if (holds(gate, chunk)) {
+        load_packed(dhidden + begin + vector_begin(chunk), dhidden_packed[chunk]);
+      }
+    }
     WholeNf4Group g_packed, u_packed;
     g_packed.load(gate);
     u_packed.load(up);
-    Storage* const row = dgate_up + gate.row * 2 * pairs.width;
+    Bf16* const row = dgate_up + gate.row * 2 * pairs.width;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (!any_holds(gate, chunk)) break;
       float d[kVector], g[kVector], u[kVector], out[kVector];
       widen(dhidden_packed[chunk], d);
       g_packed.decode(chunk, level, g);
       u_packed.decode(chunk, level, u);
       differentiate(d, g, u, out);
-      if (hidden != nullptr) store_part(gate, hidden + gate.row * pairs.width, true, chunk, out);
-      store_part(gate, row, true, chunk, u);
-      store_part(up, row, true, chunk, g);
+      if (!holds(gate, chunk)) continue;
+      if (hidden != nullptr) store_vector(out, hidden + begin + vector_begin(chunk));
+      store_vector(u, row + gate.column + vector_begin(chunk));
+      store_vector(g, row + up.column + vector_begin(chunk));
     }
   });
 }
@@ -204,22 +242,24 @@ void launch_forward(std::string_view operation, const Context& context, const Te
   for_storage(operation, gate_up.type, [&]<typename Storage>() {
     const Pairs pairs =
         pairs_of(view, hidden, aligned<Storage>(view, gate_up) && aligned<Storage>(view, hidden));
+    std::int64_t* const counted = counters ? counters.as<std::int64_t>() : nullptr;
     const auto launch = [&](auto kernel) {
       kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-          view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key),
-          counters ? counters.as<std::int64_t>() : nullptr);
+          view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key), counted);
     };
     if (saved) {
       for_fused_path<Storage>(view, [&]<Code code>() {
         if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
-          if (pairs.aligned && has_whole_nf4_groups(view)) {
-            return launch(forward_kernel<Storage, true, code, true>);
+          if (pairs.aligned && has_whole_nf4_blocks(view)) {
+            whole_forward_kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+                view, pairs, gate_up.as<Bf16>(), hidden.as<Bf16>(), counted);
+            return;
           }
         }
-        launch(forward_kernel<Storage, true, code, false>);
+        launch(forward_kernel<Storage, true, code>);
       });
     } else {
-      launch(forward_kernel<Storage, false, kAnyCode, false>);
+      launch(forward_kernel<Storage, false, kAnyCode>);
     }
   });
   expect_launched(operation);
@@ -239,7 +279,12 @@ void launch_backward(std::string_view operation, const Context& context, const T
     };
     for_fused_path<Storage>(view, [&]<Code code>() {
       if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
-        if (pairs.aligned && has_whole_nf4_groups(view)) return launch(whole_backward_kernel<Storage>);
+        if (pairs.aligned && has_whole_nf4_blocks(view)) {
+          whole_backward_kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
+              view, pairs, dhidden.as<Bf16>(), dgate_up.as<Bf16>(),
+              hidden ? hidden.as<Bf16>() : nullptr);
+          return;
+        }
       }
       launch(backward_kernel<Storage, code>);
     });
