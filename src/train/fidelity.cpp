@@ -297,7 +297,8 @@ FidelityReport measure_fidelity(const std::string& directory, Backend& backend, 
   HostWeights weights;
   {
     OwnedTrainer owned(gradient_run(run, 1, SavePolicy::kRecompute, unused), backend);
-    directory_of_run.load_latest_weights(owned.trainer.context(), owned.config, owned.trainer.model());
+    directory_of_run.load_latest_weights(owned.trainer.context(), owned.config, owned.trainer.model(),
+                                         print_notice);
     weights = read_weights(owned.trainer.context(), owned.trainer.model());
   }
   const std::vector<Parameter> parameters = parameters_of(run.model);
