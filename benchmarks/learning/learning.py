@@ -3,12 +3,14 @@
 
 usage: learning.py [--agoq build/agoq] [--corpus FOLDER|FILE.tar.xz] [--runs runs/learning] [--report FILE.json]
                    [--gpus 0,1 | --gpus cpu] [--only NAME,...] [--set KEY=VALUE]... [--budget SECONDS]
-                   [--commit HASH] [--hardware TEXT] [--collect]
+                   [--commit HASH] [--hardware TEXT] [--collect] [--with EARLIER_REPORT.json]
 
 Trains with `agoq train`, one run per GPU at a time, evaluates each run on every validation token, and measures the
 fidelity of stored activations on the model that `keep` trained. What is finished is not run again, and a run that a
 signal stopped goes on from its checkpoint. --budget: start nothing that would, as long as the longest finished run,
 end later than so many seconds after the start. --collect: run nothing, only write the report of what is there.
+--with: take what is not in the runs folder from an earlier report. A run that ends because its numbers are no longer
+finite has diverged, which is a result and not run again.
 
 The report is a JSON file, beside it the curves as SVG and, printed, a table.
 """
@@ -57,6 +59,9 @@ def fail(message):
     sys.exit(f"learning.py: {message}")
 
 
+DIVERGED = "diverged.json"
+
+
 def unpacked(corpus, runs):
     """The folder of the corpus, which may come packed."""
     if corpus.is_dir():
@@ -101,7 +106,7 @@ class Runner:
             # Of the run that is there now.
             results = directory / "fidelity.json", self.directory("keep") / "evaluation.json"
             return all(file.exists() for file in results) and results[0].stat().st_mtime >= results[1].stat().st_mtime
-        if not (directory / "evaluation.json").exists():
+        if not any((directory / file).exists() for file in ("evaluation.json", DIVERGED)):
             return False
         command = json.loads((directory / "command.json").read_text())
         if command[1:] != self.train_command(name)[1:]:
@@ -128,8 +133,16 @@ class Runner:
             elif (directory / "config.toml").exists():
                 how = ["--overwrite"]
             if not self.run(gpu, command + how, log) or not (directory / "summary.json").exists():
-                return False
+                return self.has_diverged(directory)
         return self.write_json(name, gpu, ["eval", str(directory), "--json"], "evaluation.json")
+
+    def has_diverged(self, directory):
+        """Whether the run ended because a number was not finite; then keeps what it said."""
+        message = self.tail(directory.name).removeprefix(": ")
+        if "must be finite" not in message and "not finite" not in message:
+            return False
+        (directory / DIVERGED).write_text(json.dumps({"message": message}))
+        return True
 
     def fidelity(self, gpu):
         if not self.is_finished("keep"):
@@ -193,8 +206,12 @@ class Runner:
 
 # --- the report ---
 
+def read_json(path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def read_run(directory):
-    """What a finished run left: summary, evaluation, and its curves."""
+    """What a run left: its curves, and summary and evaluation, or where it diverged."""
     steps, validations = [], []
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -206,8 +223,9 @@ def read_run(directory):
                 events[name] = events.get(name, 0) + count
     return {
         "command": shlex.join(json.loads((directory / "command.json").read_text())),
-        "summary": json.loads((directory / "summary.json").read_text()),
-        "evaluation": json.loads((directory / "evaluation.json").read_text()),
+        "summary": read_json(directory / "summary.json"),
+        "evaluation": read_json(directory / "evaluation.json"),
+        "diverged": read_json(directory / DIVERGED),
         "numerics": events,
         "validation": {"step": [v["step"] for v in validations], "loss": [v["validation_loss"] for v in validations]},
         "loss": [float(f"{s['loss']:.6g}") for s in steps],
@@ -217,7 +235,7 @@ def read_run(directory):
 
 def comparison(runs):
     """Differences to keep, the gap between the seeds, and whether AGoQ stays within what is allowed."""
-    losses = {name: run["evaluation"]["loss"] for name, run in runs.items()}
+    losses = {name: run["evaluation"]["loss"] for name, run in runs.items() if run["evaluation"]}
     if "keep" not in losses:
         return None
     keep = losses["keep"]
@@ -235,6 +253,9 @@ def table(runs, compared):
     mib = lambda count: f"{count / 2**20:.0f}"
     for name, run in runs.items():
         summary = run["summary"]
+        if not run["evaluation"]:
+            rows.append([name, f"diverged after {len(run['loss'])} steps", *[""] * (len(rows[0]) - 2)])
+            continue
         above = f"{100 * compared['above_keep'][name]:+.2f} %" if compared else ""
         rows.append([name, f"{run['evaluation']['loss']:.4f}", above, f"{summary['tokens_per_second']:.0f}",
                      mib(summary["saved_activation_bytes"]), mib(summary["main_gradient_bytes"]),
@@ -266,9 +287,10 @@ def ticks(low, high):
     return [k * step for k in range(first, math.floor(high / step) + 1)]
 
 
-def panel(title, curves, left, top, width, height, clip):
-    """An SVG group: curves {name: [(x, y)]}; the y axis shows what lies between the shares `clip` of all values."""
-    values = sorted(y for points in curves.values() for _, y in points)
+def panel(title, curves, finished, left, top, width, height, clip):
+    """An SVG group: curves {name: [(x, y)]}; the y axis shows what lies between the shares `clip` of the values of the
+    finished runs."""
+    values = sorted(y for name, points in curves.items() if name in finished for _, y in points)
     low, high = values[int(clip[0] * (len(values) - 1))], values[int(clip[1] * (len(values) - 1))]
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - margin, high + margin
@@ -291,23 +313,24 @@ def panel(title, curves, left, top, width, height, clip):
 
 def picture(runs):
     """Training loss, its distance from keep's on the same batch, and gradient norms."""
-    window = max(1, min(len(run["loss"]) for run in runs.values()) // 40)
+    finished = [name for name, run in runs.items() if run["evaluation"]] or list(runs)
+    window = max(1, min(len(runs[name]["loss"]) for name in finished) // 40)
     numbered = lambda values: list(enumerate(values, start=1))
     loss = {name: numbered(smoothed(run["loss"], window)) for name, run in runs.items()}
     norm = {name: numbered(smoothed(run["gradient_norm"], window)) for name, run in runs.items()}
     left, width, height = 70, 860, 250
     tops = [70]
-    parts = panel(f"training loss, nats per byte (mean of {window} steps)", loss, left, tops[0], width, height, (0, .97))
+    parts = panel(f"training loss, nats per byte (mean of {window} steps)", loss, finished, left, tops[0], width, height, (0, .97))
     if "keep" in runs and len(runs) > 1:
         keep = runs["keep"]["loss"]
         # The first steps, where the loss falls by half, would set the scale: only the values behind them do.
         above = {name: numbered(smoothed([100 * (a / b - 1) for a, b in zip(run["loss"], keep)], 2 * window))[window:]
                  for name, run in runs.items() if name != "keep"}
         tops.append(tops[-1] + height + 70)
-        parts += panel(f"training loss above keep's on the same batch, % (mean of {2 * window} steps)", above, left,
+        parts += panel(f"training loss above keep's on the same batch, % (mean of {2 * window} steps)", above, finished, left,
                        tops[-1], width, height, (.02, .98))
     tops.append(tops[-1] + height + 70)
-    parts += panel(f"gradient norm before clipping (mean of {window} steps)", norm, left, tops[-1], width, height, (0, .98))
+    parts += panel(f"gradient norm before clipping (mean of {window} steps)", norm, finished, left, tops[-1], width, height, (0, .98))
     bottom = tops[-1] + height + 50
     parts.append(f'<text x="{left + width / 2}" y="{bottom - 14}" text-anchor="middle">step</text>')
     for row, name in enumerate(runs):
@@ -336,7 +359,13 @@ def hardware(agoq):
 
 
 def write_report(arguments, names):
-    runs = {name: read_run(arguments.runs / name) for name in names if (arguments.runs / name / "evaluation.json").exists()}
+    earlier = read_json(arguments.earlier) if arguments.earlier else {"runs": {}, "fidelity": None}
+    runs = {}
+    for name in names:
+        if any((arguments.runs / name / file).exists() for file in ("evaluation.json", DIVERGED)):
+            runs[name] = read_run(arguments.runs / name)
+        elif name in earlier["runs"]:
+            runs[name] = {"diverged": None, **earlier["runs"][name]}
     if not runs:
         fail(f"no run in {arguments.runs} is finished")
     compared = comparison(runs)
@@ -350,7 +379,7 @@ def write_report(arguments, names):
         "comparison": compared,
         "labels": {name: LABELS[name] for name in runs},
         "runs": runs,
-        "fidelity": json.loads(fidelity.read_text()) if fidelity.exists() else None,
+        "fidelity": read_json(fidelity) or earlier["fidelity"],
     }
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(as_lines(report) + "\n")
@@ -384,6 +413,7 @@ def main():
     parser.add_argument("--commit", default="")
     parser.add_argument("--hardware", default="")
     parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--with", dest="earlier", type=pathlib.Path)
     arguments = parser.parse_args()
     arguments.gpus = arguments.gpus.split(",")
     names = arguments.only.split(",") if arguments.only else [*SETTINGS, FIDELITY]
