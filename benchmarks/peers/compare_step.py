@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Training steps of agoq and of PyTorch + transformers on the same GPU, one after the other.
 
-usage: compare_step.py [--agoq build/agoq] [--out FILE] [--set KEY=VALUE]... CASE...
+usage: compare_step.py [--agoq build/agoq] [--out FILE] [--set KEY=VALUE]... [--steps N] [--warmup N] CASE...
 
 CASE = SHAPE:LAYERS:SEQUENCE:BATCH[:PEER[,PEER...]], for instance llama3-8b:8:16384:1:eager,ckpt. PEER is a mode of
-torch_llama.py (eager, ckpt, compile); without one only agoq runs. --set KEY=VALUE goes to agoq.
+torch_llama.py (eager, ckpt, compile); without one only agoq runs. --set, --steps and --warmup go to agoq. Where agoq says
+how many layers have to be recomputed for a case to fit, it runs with that many.
 
 Prints a line per run and writes everything, with the commands, as JSON.
 """
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -38,7 +40,12 @@ def run_agoq(agoq, shape, layers, sequence, batch, extra):
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     command += extra
-    return {"command": " ".join(command), "result": run(command)}
+    result = run(command)
+    fitting = re.search(r"activations\.recompute_layers ?= ?(\d+)", result.get("error", ""))
+    if fitting:
+        command += ["--set", f"activations.recompute_layers={fitting[1]}"]
+        result = run(command)
+    return {"command": " ".join(command), "result": result}
 
 
 def main():
@@ -46,9 +53,14 @@ def main():
     parser.add_argument("--agoq", default="build/agoq")
     parser.add_argument("--out", default="compare_step.json")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--steps")
+    parser.add_argument("--warmup")
     parser.add_argument("cases", nargs="+")
     arguments = parser.parse_args()
     extra = [word for setting in arguments.set for word in ("--set", setting)]
+    for option in ("steps", "warmup"):
+        if getattr(arguments, option):
+            extra += [f"--{option}", getattr(arguments, option)]
     records = []
     for case in arguments.cases:
         shape, layers, sequence, batch, *peers = case.split(":")
@@ -59,7 +71,7 @@ def main():
             print(f"{case}: agoq: {ours['error']}", flush=True)
         else:
             print(f"{case}: agoq {ours['tokens_per_second']:.0f} tokens/s, MFU {ours['mfu']['causal']:.3f}, "
-                  f"{ours['share_of_floor']:.3f} of its floor, arenas {ours['arena_bytes'] / 2**30:.1f} GiB, "
+                  f"{ours['share_of_floor']:.3f} of its floor, {ours['recompute_layers']} layers recomputed, arenas {ours['arena_bytes'] / 2**30:.1f} GiB, "
                   f"peak {ours['peak_bytes_measured'] / 2**30:.2f} GiB (predicted "
                   f"{ours['peak_bytes_predicted'] / 2**30:.2f})", flush=True)
         record["peers"] = []

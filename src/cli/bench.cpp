@@ -33,6 +33,7 @@ struct BenchArguments {
   std::vector<std::string> settings;
   std::int64_t tokens = 0;
   std::int64_t steps = 10;
+  std::int64_t warmup = 3;
   bool json = false;
 };
 
@@ -109,6 +110,9 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
   row("tokens/s", fmt::format("{:.0f}", step.tokens_per_second));
   row(fmt::format("step, median of {}", step.step_seconds.size()),
       fmt::format("{:.2f} ms ({:.2f} to {:.2f})", 1e3 * step.median_seconds, 1e3 * *least, 1e3 * *most));
+  row("  of which the host queues the gradients' work",
+      fmt::format("{:.2f} ms, {:.1f} %", 1e3 * step.host_seconds,
+                  100 * step.host_seconds / step.median_seconds));
   row("operations, each by itself", fmt::format("{:.2f} ms", 1e3 * step.operations_seconds));
   row("floor of this machine",
       fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
@@ -135,7 +139,10 @@ void bench_step(const BenchArguments& arguments) {
   const RunConfig config = load_run_config(arguments.what[1], arguments.settings);
   if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
   StepBenchmarkOptions options;
+  check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
+              "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
   options.steps = static_cast<int>(arguments.steps);
+  options.warmup_steps = static_cast<int>(arguments.warmup);
   const StepBenchmark step = benchmark_step(config, backend_of(config.run.device), options);
   if (arguments.json) {
     fmt::print("{}\n", step.to_json(config));
@@ -163,6 +170,7 @@ Action declare_bench(Arguments& arguments) {
   arguments.option("--tokens", "N", given->tokens, "kernels: tokens; 0: 16,384 on cuda, 256 on cpu");
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
   arguments.option("--steps", "N", given->steps, "step: steps that are timed");
+  arguments.option("--warmup", "N", given->warmup, "step: steps before them");
   arguments.flag("--json", given->json, "print JSON");
   return [given] { run_bench(*given); };
 }

@@ -224,10 +224,13 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
   for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
     batches.push_back(random_batch(config, static_cast<std::uint32_t>(m)));
   }
-  const auto step = [&](Trainer& trainer) {
+  const auto queue_gradients = [&](Trainer& trainer) {
     trainer.begin_step();
     for (const HostBatch& batch : batches) trainer.micro_batch(batch);
-    return trainer.finish_step();
+  };
+  const auto step = [&](Trainer& trainer) {
+    queue_gradients(trainer);
+    trainer.finish_step();
   };
   {
     RunArenas arenas(backend.allocator(), result.plan.classes);
@@ -236,15 +239,19 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
       trainer.initialise();
       for (int i = 0; i < options.warmup_steps; ++i) step(trainer);
       const Context context = trainer.context();
+      std::vector<double> host_seconds;
       for (int i = 0; i < options.steps; ++i) {
         // The host's clock: what the host does between operations is part of a step. time() only waits
         // for what is queued.
         backend.time(context, [] {});
         const Clock::time_point start = Clock::now();
-        result.loss = step(trainer).loss;
+        queue_gradients(trainer);
+        host_seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+        result.loss = trainer.finish_step().loss;
         backend.time(context, [] {});
         result.step_seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
       }
+      result.host_seconds = median(std::move(host_seconds));
       if (at_start) {
         result.peak_bytes_measured = static_cast<std::int64_t>(at_start->free) -
                                      static_cast<std::int64_t>(backend.device_memory()->free);
@@ -283,6 +290,7 @@ std::string StepBenchmark::to_json(const RunConfig& config) const {
   json["tokens_per_step"] = tokens;
   json["tokens_per_second"] = tokens_per_second;
   json["step_seconds_median"] = median_seconds;
+  json["host_seconds_median"] = host_seconds;
   json["step_seconds"] = step_seconds;
   json["floor_seconds"] = floor_seconds;
   json["share_of_floor"] = floor_seconds / median_seconds;

@@ -27,6 +27,9 @@ struct StepBenchmark {
   std::int64_t tokens = 0;           // of a step
   std::vector<double> step_seconds;  // of each timed step
   double median_seconds = 0;
+  // Median over steps: what the host takes until everything up to the last gradient is queued. On a GPU
+  // the rest of a step is waiting, as long as the queue does not fill up.
+  double host_seconds = 0;
   double tokens_per_second = 0;
   double model_flops = 0;            // of a step, causal attention
   double model_flops_full = 0;       // of a step, attention over the full square
