@@ -26,6 +26,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerMultiprocessor = 12;
 constexpr int kResidentBlocks = 3;  // 80 registers: nothing spills
+constexpr int kFlatBlocks = 4;      // 64
 
 // The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
 // of {.1, .55, 1}.
@@ -168,6 +169,16 @@ __device__ __forceinline__ void store_elements(const Element (&from)[kVector], b
   }
 }
 
+/// Copies to shared memory; arrived after wait_for_copies by the same thread.
+template <typename Value>
+__device__ __forceinline__ void copy_async(const Value* from, Value* to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "n"(sizeof(Value))
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// How the weights are held, as a type: FP32 weights, or BF16 weights with each kind of master.
 template <typename Storage, MasterKind kind>
 struct Weights {
@@ -191,6 +202,42 @@ struct Weights {
       } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) master[i] = to_float(weight[i]);
+      }
+    }
+  }
+
+  /// load in two: copies of a whole vector to shared memory that are under way when start returns, and
+  /// what is computed from them. 32 bytes, of which low and high are 16 each.
+  static __device__ __forceinline__ void start(const Operands& operands, std::int64_t first, uint4* low,
+                                               uint4* high) {
+    if constexpr (kIsFp32 || kind == MasterKind::kFp32) {
+      const void* const held = kIsFp32 ? operands.weight : operands.master;
+      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const float*>(held) + first);
+      copy_async(from, low);
+      copy_async(from + 1, high);
+    } else {
+      copy_async(reinterpret_cast<const uint4*>(static_cast<const Bf16*>(operands.weight) + first), low);
+      if constexpr (kind == MasterKind::kRemainder) {
+        copy_async(
+            reinterpret_cast<const uint4*>(static_cast<const std::int16_t*>(operands.master) + first),
+            high);
+      }
+    }
+  }
+  static __device__ __forceinline__ void finish(uint4 low, uint4 high, float (&master)[kVector]) {
+    const std::uint32_t words[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if constexpr (kIsFp32 || kind == MasterKind::kFp32) {
+        master[i] = __uint_as_float(words[i]);
+      } else {
+        const Bf16 weight{static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)))};
+        if constexpr (kind == MasterKind::kRemainder) {
+          const auto remainder = static_cast<std::uint16_t>(words[4 + i / 2] >> (16 * (i % 2)));
+          master[i] = join_master(weight, static_cast<std::int16_t>(remainder));
+        } else {
+          master[i] = to_float(weight);
+        }
       }
     }
   }
@@ -318,77 +365,77 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 // the tensor is one segment. Chunk c of the tensor is block c of either moment, its element i is element
 // i of every code plane, and both maps are read from shared memory.
 
-// The number of a dynamic level (quant/codec.h) by one lookup. With values = 2^d per decade, and f the
-// index p over values,
-//   f = a slope_d / values + 8/9, clamped to [1, 2)      p = floor(values f)
-// is the mantissa of f shifted, and rounds as nearest() does: a power of two scales every step exactly.
-// Zero and the level 1 are decades of slope 0, whose f is 1. A binade of `a` holds at most one start of
-// a decade, so the table has one entry per exponent: the start, and both slopes.
-struct alignas(16) Binade {
-  float start;              // of the upper of its two decades; above the binade where it has one
-  float slope, next_slope;  // below the start, and from it on
-  int shift;                // 23 - log2(values) below the start; one less from it on
-};
-constexpr int kBinades = 128;  // y <= 1, or hardly above
+// Encoding by one lookup. A bin is the numbers that share exponent and upper seven fraction bits: so
+// narrow that at most one border between codes lies in it. Its entry is
+//   code of its first number * 2^16 + (2^16 - border)
+// with `border` the sixteen lower bits from which on the code is the next; 2^16 where there is none. The
+// sixteen lower bits of a number, added to the entry, carry into the code where they reach the border.
+// Byte 2 of the sum is the code. The entries are made from quant/codec.h itself, once a process.
+constexpr std::uint32_t kFirstExponent = 103;  // 2^-24: what is smaller has the code of zero
+constexpr std::uint32_t kBins = (128 - kFirstExponent) << 7;  // below 2
+constexpr float kLeastBinned = 0x1p-24f;
 
-template <bool is_signed>
-constexpr float start_of(int decade) {  // -1: zero; 7: the level 1
-  using Map = codec_detail::DynamicMap<is_signed>;
-  if (decade < 0) return 0.0f;
-  return decade == 0 ? Map::kZeroEnd : Map::decade_start(decade);
-}
-template <bool is_signed>
-constexpr float slope_of(int decade) {
-  using Map = codec_detail::DynamicMap<is_signed>;
-  if (decade < 0 || decade > 6) return 0.0f;
-  const auto values = static_cast<double>(Map::values(decade));
-  return static_cast<float>(values * codec_detail::power_of_ten(7 - decade) / 9) /
-         static_cast<float>(values);
-}
-template <bool is_signed>
-struct Binades {
-  Binade of_exponent[kBinades];
+struct EncodeTables {
+  std::uint32_t first[kBins], second[kBins];  // of magnitudes in dynamic8, and in its unsigned map
 };
-template <bool is_signed>
-constexpr Binades<is_signed> make_binades() {
-  Binades<is_signed> binades{};
-  for (int exponent = 0; exponent < kBinades; ++exponent) {
-    const float first = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
-    const float last = std::bit_cast<float>((static_cast<std::uint32_t>(exponent) << 23) + 0x7FFFFFu);
-    int decade = -1;
-    while (decade < 7 && start_of<is_signed>(decade + 1) <= first) ++decade;
-    const bool splits = decade < 7 && start_of<is_signed>(decade + 1) <= last;
-    binades.of_exponent[exponent] = {
-        splits ? start_of<is_signed>(decade + 1) : 4.0f, slope_of<is_signed>(decade),
-        splits ? slope_of<is_signed>(decade + 1) : 0.0f, (is_signed ? 23 : 22) - decade};
+__device__ EncodeTables encode_tables;
+
+template <Code code>
+__device__ std::uint32_t entry_of(std::uint32_t bin) {
+  const std::uint32_t begin = (kFirstExponent << 23) + (bin << 16);
+  const auto code_of = [&](std::uint32_t low) { return encode<code>(__uint_as_float(begin + low)); };
+  const std::uint32_t first = code_of(0);
+  if (code_of(0xFFFF) == first) return first << 16;
+  std::uint32_t below = 0, border = 0xFFFF;
+  while (border - below > 1) {
+    const std::uint32_t middle = (below + border) / 2;
+    (code_of(middle) == first ? below : border) = middle;
   }
-  return binades;
+  return (first << 16) + (0x10000 - border);
 }
 
-/// The number p of the level nearest to a, 0 <= a < 2.
-__host__ __device__ __forceinline__ std::uint32_t nearest_level(const Binade* binades, float a) {
-  const Binade binade = binades[std::bit_cast<std::uint32_t>(a) >> 23];
-  const bool upper = a >= binade.start;
-  const float f = a * (upper ? binade.next_slope : binade.slope) + 8.0f / 9.0f;
-  const float clamped = fminf(fmaxf(f, 1.0f), 0x1.fffffep0f);
-  const std::uint32_t mantissa = (std::bit_cast<std::uint32_t>(clamped) & 0x7FFFFFu) | 0x800000u;
-  return mantissa >> (binade.shift - (upper ? 1 : 0));
+__global__ void __launch_bounds__(kThreads) fill_encode_tables_kernel() {
+  const std::uint32_t bin = blockIdx.x * kThreads + threadIdx.x;
+  if (bin >= kBins) return;
+  encode_tables.first[bin] = entry_of<Code::kDynamic8>(bin);
+  encode_tables.second[bin] = entry_of<Code::kDynamic8Unsigned>(bin);
+}
+
+/// The entry of magnitude a plus the lower bits: the code in byte 2.
+__device__ __forceinline__ std::uint32_t look_up(const std::uint32_t* entries, float a) {
+  const std::uint32_t bits = __float_as_uint(fmaxf(a, kLeastBinned));
+  return entries[(bits >> 16) - (kFirstExponent << 7)] + (bits & 0xFFFFu);
+}
+/// Byte 2 of four words, the first lowest.
+__device__ __forceinline__ std::uint32_t pack_codes(const std::uint32_t (&sums)[kVector], int begin) {
+  return __byte_perm(__byte_perm(sums[begin], sums[begin + 1], 0x0062),
+                     __byte_perm(sums[begin + 2], sums[begin + 3], 0x0062), 0x5410);
+}
+/// 0xFF in the bytes of negative numbers among four.
+__device__ __forceinline__ std::uint32_t signs_of(const float (&y)[kVector], int begin) {
+  const auto pair = [&](int i) {  // 8 in a selector: the byte's sign, in all its bits
+    std::uint32_t signs;
+    asm("prmt.b32 %0, %1, %2, 0x00FB;"
+        : "=r"(signs)
+        : "r"(__float_as_uint(y[i])), "r"(__float_as_uint(y[i + 1])));
+    return signs;
+  };
+  return __byte_perm(pair(begin), pair(begin + 2), 0x5410);
 }
 
 constexpr std::uint32_t kZeroFirsts = 0x7F7F7F7Fu;  // dynamic8's codes of zero
 
 struct Maps {
-  Binade first[kBinades], second[kBinades];
+  EncodeTables entries;
   float first_level[256], second_level[256];
 };
 
 __device__ __forceinline__ void fill_maps(Maps& maps) {
-  static constexpr Binades<true> kFirst = make_binades<true>();
-  static constexpr Binades<false> kSecond = make_binades<false>();
-  for (int i = static_cast<int>(threadIdx.x); i < kBinades; i += kThreads) {
-    maps.first[i] = kFirst.of_exponent[i];
-    maps.second[i] = kSecond.of_exponent[i];
-  }
+  static_assert(sizeof(EncodeTables) % sizeof(uint4) == 0);
+  auto* const to = reinterpret_cast<uint4*>(&maps.entries);
+  const auto* const from = reinterpret_cast<const uint4*>(&encode_tables);
+  for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kThreads)
+    to[i] = from[i];
   for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
     maps.first_level[i] = decode<Code::kDynamic8>(static_cast<std::uint32_t>(i));
     maps.second_level[i] = decode<Code::kDynamic8Unsigned>(static_cast<std::uint32_t>(i));
@@ -407,58 +454,98 @@ __device__ __forceinline__ void decode_by(const float (&level)[256], uint2 codes
 /// The codes of x and the scale of its block, which the whole warp holds. The largest magnitude of the
 /// block is `absmax`, and finite.
 template <Code code>
-__device__ __forceinline__ uint2 encode_by(const Binade* binades, const float (&x)[kVector],
+__device__ __forceinline__ uint2 encode_by(const std::uint32_t* entries, const float (&x)[kVector],
                                            float absmax, float& scale) {
-  constexpr bool kSigned = code == Code::kDynamic8;
   scale = stored_scale_fp32(absmax, 1.0f);
   if (scale == 0.0f) {
     const group_detail::VectorCodes zero = group_detail::zero_codes<code>();
     return make_uint2(zero.low, zero.high);
   }
   const float reciprocal = 1.0f / scale;
-  std::uint32_t codes[kVector];
+  float y[kVector];
+  std::uint32_t sums[kVector];
+  if constexpr (code == Code::kDynamic8) {
+    // A negative number's code is as far below that of zero as its magnitude's is above, and -1 is not a
+    // level: in bytes, 254 - c = (c ^ 255) - 1.
+    constexpr float kLowest = -std::bit_cast<float>(
+        std::bit_cast<std::uint32_t>(codec_detail::DynamicMap<true>::decade_start(7)) - 1);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const float y = x[i] * reciprocal;
-    const std::uint32_t p = nearest_level(binades, fabsf(y));
-    if constexpr (kSigned) {
-      const int number = static_cast<int>(p);
-      codes[i] = static_cast<std::uint32_t>(max(127 + (y < 0.0f ? -number : number), 0));
-    } else {
-      codes[i] = p - 1u;
+    for (int i = 0; i < kVector; ++i) {
+      y[i] = fmaxf(x[i] * reciprocal, kLowest);
+      sums[i] = look_up(entries, fabsf(y[i]));
     }
+    const auto signed_codes = [&](int begin) {
+      const std::uint32_t signs = signs_of(y, begin);
+      return (pack_codes(sums, begin) ^ signs) - (signs & 0x01010101u);
+    };
+    return make_uint2(signed_codes(0), signed_codes(4));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] = look_up(entries, x[i] * reciprocal);
+    return make_uint2(pack_codes(sums, 0), pack_codes(sums, 4));
   }
-  return make_uint2(group_detail::pack_bytes(codes[0], codes[1], codes[2], codes[3]),
-                    group_detail::pack_bytes(codes[4], codes[5], codes[6], codes[7]));
 }
 
+/// What a warp has under way from memory while it computes: its next chunk. A lane reads what it copied
+/// itself.
+struct NextChunk {
+  uint2 gradient[kWarp], first[kWarp], second[kWarp];
+  uint4 low[kWarp], high[kWarp];  // of the weights
+  float gradient_scale[kWarp], first_scale[kWarp], second_scale[kWarp];
+};
+
 template <typename Held>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kFlatBlocks)
     adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
   __shared__ Maps maps;
-  fill_maps(maps);
-  __syncthreads();
+  __shared__ NextChunk next_chunks[kWarps];
+  NextChunk& next = next_chunks[threadIdx.x / kWarp];
+  const int lane = lane_index();
   const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
   const auto* const gradient_scales = reinterpret_cast<const float*>(operands.gradient.scales);
   auto* const firsts = reinterpret_cast<uint2*>(operands.first.codes);
   auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
   auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
   auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
-  for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-       index < cut.total_chunks; index += std::uint64_t{gridDim.x} * kWarps) {
-    const auto chunk = static_cast<std::uint32_t>(index);
+  const auto start = [&](std::uint32_t chunk) {
     const ChunkCut::Place place = cut.place(chunk, operands.gradient.block_shift);
+    copy_async(first_scales + chunk, &next.first_scale[lane]);
+    copy_async(second_scales + chunk, &next.second_scale[lane]);
+    if (!place.exists) return place;
+    const std::int64_t vector = place.element / kVector;
+    copy_async(gradients + vector, &next.gradient[lane]);
+    copy_async(firsts + vector, &next.first[lane]);
+    copy_async(seconds + vector, &next.second[lane]);
+    Held::start(operands, place.element, &next.low[lane], &next.high[lane]);
+    copy_async(gradient_scales + place.block, &next.gradient_scale[lane]);
+    return place;
+  };
+  const std::uint32_t step = gridDim.x * kWarps;
+  std::uint32_t chunk = blockIdx.x * kWarps + threadIdx.x / kWarp;
+  ChunkCut::Place next_place{};
+  if (chunk < cut.total_chunks) next_place = start(chunk);
+  fill_maps(maps);
+  __syncthreads();
+  for (bool more = chunk < cut.total_chunks; more;) {
+    const ChunkCut::Place place = next_place;
     const std::int64_t vector = place.element / kVector;
     uint2 gradient = make_uint2(0, 0), first = make_uint2(kZeroFirsts, kZeroFirsts),
           second = make_uint2(0, 0);
     float p[kVector] = {};
     float gradient_scale = 0;
+    wait_for_copies();
     if (place.exists) {
-      gradient = gradients[vector], first = firsts[vector], second = seconds[vector];
-      Held::load(operands, place.element, true, kVector, p);
-      gradient_scale = gradient_scales[place.block];
+      gradient = next.gradient[lane], first = next.first[lane], second = next.second[lane];
+      Held::finish(next.low[lane], next.high[lane], p);
+      gradient_scale = next.gradient_scale[lane];
     }
-    const float first_scale = first_scales[chunk], second_scale = second_scales[chunk];
+    const float first_scale = next.first_scale[lane], second_scale = next.second_scale[lane];
+    const std::uint32_t this_chunk = chunk;
+    more = cut.total_chunks - chunk > step;  // the sum might not fit into 32 bits
+    if (more) {
+      chunk += step;
+      next_place = start(chunk);
+    }
 
     float g[kVector], m[kVector], v[kVector];
     group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
@@ -505,11 +592,11 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const float second_absmax =
         __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_second)));
     if (!(first_absmax <= FLT_MAX) || !(second_absmax <= FLT_MAX)) {  // the whole warp
-      const int begin = lane_index() * kVector;  // of the lane's vector, in the block
+      const int begin = lane * kVector;  // of the lane's vector, in the block
       const auto encode_not_finite = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
         Group group{};  // the block alone
         group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + (place.element - begin);
-        group.scales = view.scales + std::int64_t{chunk} * std::int64_t{sizeof(float)};
+        group.scales = view.scales + std::int64_t{this_chunk} * std::int64_t{sizeof(float)};
         group.count =
             static_cast<int>(min(cut.segment_length - place.in_segment + begin, ChunkCut::kElements));
         encode_chunk_of_256<code>(view, group, 0, x);
@@ -523,12 +610,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) v[i] = v[i] > 0.0f ? fmaxf(v[i], least) : v[i];
     float scale;
-    first = encode_by<Code::kDynamic8>(maps.first, m, first_absmax, scale);
+    first = encode_by<Code::kDynamic8>(maps.entries.first, m, first_absmax, scale);
     if (place.exists) firsts[vector] = first;
-    if (lane_index() == 0) first_scales[chunk] = scale;
-    second = encode_by<Code::kDynamic8Unsigned>(maps.second, v, second_absmax, scale);
+    if (lane == 0) first_scales[this_chunk] = scale;
+    second = encode_by<Code::kDynamic8Unsigned>(maps.entries.second, v, second_absmax, scale);
     if (place.exists) seconds[vector] = second;
-    if (lane_index() == 0) second_scales[chunk] = scale;
+    if (lane == 0) second_scales[this_chunk] = scale;
   }
 }
 
@@ -663,8 +750,13 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
     ChunkCut cut = chunk_cut(operands.first, tensors.weight.count());
     cut.blocks = (cut.segment_length + operands.gradient.block - 1) /
                  static_cast<std::uint32_t>(operands.gradient.block);
+    static const bool filled = [&] {  // a process has one stream: what follows finds them
+      fill_encode_tables_kernel<<<(kBins + kThreads - 1) / kThreads, kThreads, 0, stream>>>();
+      return true;
+    }();
+    static_cast<void>(filled);
     const unsigned blocks =
-        grid_blocks((std::int64_t{cut.total_chunks} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+        grid_blocks((std::int64_t{cut.total_chunks} + kWarps - 1) / kWarps, kFlatBlocks);
     for_held(operands, [&]<typename Held>() {
       adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, cut);
     });

@@ -26,6 +26,7 @@
 // memory.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <cstdint>
 #include <cstdlib>
@@ -1090,6 +1091,7 @@ struct ChunkCut {
   std::uint32_t segment_length;  // elements
   std::uint32_t chunks, blocks;  // of a segment
   std::uint32_t total_chunks;    // of the tensor
+  std::uint32_t per_chunks;      // 2^32 / chunks, rounded down
 
   /// Where a lane's vector lies.
   struct Place {
@@ -1099,9 +1101,10 @@ struct ChunkCut {
     bool exists;
   };
   __device__ __forceinline__ Place place(std::uint32_t chunk, int block_shift) const {
-    const std::uint32_t segment = chunk / chunks;
-    const std::uint32_t in_segment =
-        (chunk - segment * chunks) * kElements + threadIdx.x % kWarp * kVector;
+    std::uint32_t segment = __umulhi(chunk, per_chunks);  // the quotient, or one less
+    std::uint32_t left = chunk - segment * chunks;
+    if (left >= chunks) ++segment, left -= chunks;
+    const std::uint32_t in_segment = left * kElements + threadIdx.x % kWarp * kVector;
     return {std::int64_t{segment} * segment_length + in_segment,
             std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment,
             in_segment < segment_length};
@@ -1118,9 +1121,11 @@ inline ChunkCut chunk_cut(const QuantView& view, std::int64_t count) {
   const std::int64_t chunks = (segment_length + ChunkCut::kElements - 1) / ChunkCut::kElements;
   const std::int64_t total = count / segment_length * chunks;
   check(total < (std::int64_t{1} << 32), "a tensor of {} elements is larger than kernels count", count);
-  return {static_cast<std::uint32_t>(segment_length), static_cast<std::uint32_t>(chunks),
-          static_cast<std::uint32_t>((segment_length + view.block - 1) / view.block),
-          static_cast<std::uint32_t>(total)};
+  return {
+      static_cast<std::uint32_t>(segment_length), static_cast<std::uint32_t>(chunks),
+      static_cast<std::uint32_t>((segment_length + view.block - 1) / view.block),
+      static_cast<std::uint32_t>(total),
+      static_cast<std::uint32_t>(std::min((std::int64_t{1} << 32) / chunks, std::int64_t{0xFFFFFFFF}))};
 }
 
 /// x += the elements of a vector in E4M3 under an FP32 scale.
