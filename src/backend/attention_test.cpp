@@ -23,7 +23,9 @@ struct Attention {
 
 // The definition, with the whole row of scores.
 void plain_attention(const Attention& attention, const Values& qkv, Values& out, Values& log_sum_exp) {
-  const auto [heads, kv_heads, size] = attention.shape;
+  // clang captures no structured binding under OpenMP.
+  const int heads = attention.shape.heads, kv_heads = attention.shape.kv_heads;
+  const int size = attention.shape.head_size;
   const std::int64_t width = attention.shape.qkv_width();
   out.assign(static_cast<std::size_t>(attention.tokens() * heads * size), 0.0);
   log_sum_exp.assign(static_cast<std::size_t>(attention.tokens() * heads), 0.0);

@@ -236,7 +236,8 @@ class KernelBenchmark {
   }
 
   void accumulate() {
-    const auto [rows, width, segments] = sizes_.parameter();
+    const BlockGrid grid = sizes_.parameter();
+    const std::int64_t rows = grid.rows, width = grid.row_length, segments = grid.segments;
     measure("accumulate", matrix(rows, width) + " fp32 into " + gradient_.to_string(), [&] {
       const Tensor addend = random(kFp32, rows, width);
       const QuantTensor main = random(gradient_, rows, width, segments);
@@ -246,7 +247,8 @@ class KernelBenchmark {
   }
 
   void adamw_update() {
-    const auto [rows, width, segments] = sizes_.parameter();
+    const BlockGrid grid = sizes_.parameter();
+    const std::int64_t rows = grid.rows, width = grid.row_length, segments = grid.segments;
     const QuantFormat first{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest},
         second{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
     measure(
@@ -271,7 +273,8 @@ class KernelBenchmark {
   }
 
   void sum_of_squares() {
-    const auto [rows, width, segments] = sizes_.parameter();
+    const BlockGrid grid = sizes_.parameter();
+    const std::int64_t rows = grid.rows, width = grid.row_length, segments = grid.segments;
     measure("sum_of_squares", matrix(rows, width) + " " + gradient_.to_string(), [&] {
       const QuantTensor x = random(gradient_, rows, width, segments);
       const Tensor total = empty(ElementType::kFp64, Shape{1});

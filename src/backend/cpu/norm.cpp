@@ -67,7 +67,7 @@ void forward(NormKind kind, const Tensor& x, const Tensor& weight, double epsilo
 template <typename Storage, typename T>
 void backward_row(NormKind kind, const Storage* dy, const Storage* x, const Storage* w,
                   RowStatistics<T> row, std::int64_t width, Storage* dx, T* partial) {
-  const auto [mean, r] = row;
+  const T mean = row.mean, r = row.rstd;  // clang captures no structured binding under OpenMP
   const T per_element = T{1} / static_cast<T>(width);
   if (kind == NormKind::kRmsNorm) {
     const T mean_gn = per_element * r * lane_sum<T>(width, [=](std::int64_t i) {
