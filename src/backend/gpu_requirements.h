@@ -2,6 +2,7 @@
 // what was found, what to do. Texts and decisions only, without CUDA, so that they are tested anywhere.
 #pragma once
 
+#include <compare>
 #include <functional>
 #include <string>
 #include <string_view>

@@ -10,6 +10,7 @@
 // Primitives are built once per geometry and kept for the life of the program; calls are thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
