@@ -36,6 +36,7 @@ void ProfiledBackend::run(const Context& context, const char* operation, double 
 
 std::vector<OperationProfile> ProfiledBackend::profile() const {
   std::vector<OperationProfile> sorted;
+  sorted.reserve(profile_.size());
   for (const auto& [name, profile] : profile_) sorted.push_back(profile);
   std::stable_sort(
       sorted.begin(), sorted.end(),
@@ -76,8 +77,9 @@ void ProfiledBackend::add(const Context& context, const Tensor& a, const Tensor&
 
 void ProfiledBackend::matmul(const Context& context, const Tensor& a, Transpose transpose_a,
                              const Tensor& b, Transpose transpose_b, const Tensor& c, bool accumulate) {
+  const std::int64_t depth = transpose_a == Transpose::kYes ? a.rows() : a.width();
   run(context, "matmul", of(a) + of(b) + of(c) * (accumulate ? 2 : 1),
-      2.0 * static_cast<double>(c.count()) * static_cast<double>(a.count() / c.rows()),
+      2.0 * static_cast<double>(c.count()) * static_cast<double>(depth),
       [&](const Context& own) { backend_.matmul(own, a, transpose_a, b, transpose_b, c, accumulate); });
 }
 

@@ -46,6 +46,21 @@ TEST(ProfiledBackend, ComputesWhatTheBackendDoesAndCountsIt) {
   EXPECT_TRUE(profiled.profile().empty());
 }
 
+TEST(ProfiledBackend, CountsATransposedProductAndAnEmptyOne) {
+  ProfiledBackend profiled(cpu_backend());
+  Bench bench(profiled);
+  const Tensor right = bench.of(ElementType::kFp32, Shape{40, 50}, normal(40 * 50, 1));
+  const Tensor left = bench.of(ElementType::kFp32, Shape{40, 60}, normal(40 * 60, 2));
+  profiled.matmul(bench.context, left, Transpose::kYes, right, Transpose::kNo,
+                  bench.empty(ElementType::kFp32, Shape{60, 50}), false);
+  profiled.matmul(bench.context, bench.empty(ElementType::kFp32, Shape{0, 40}), Transpose::kNo, right,
+                  Transpose::kNo, bench.empty(ElementType::kFp32, Shape{0, 50}), false);
+  const std::vector<OperationProfile> profile = profiled.profile();
+  ASSERT_EQ(profile.size(), 1u);
+  EXPECT_EQ(profile[0].calls, 2);
+  EXPECT_EQ(profile[0].flops, 2.0 * 60 * 50 * 40);
+}
+
 TEST(ProfiledBackend, MeasuresNoTimeOfAPlan) {
   ProfiledBackend profiled(cpu_backend());
   Arena memory = Arena::measuring("tensors"), workspace = Arena::measuring("workspace");
