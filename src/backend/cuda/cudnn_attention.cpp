@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <compare>
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -36,19 +37,10 @@ namespace {
 
 constexpr std::size_t kMebibyte = std::size_t{1} << 20;
 
-std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-/// Bytes of the offsets of `batch` documents, each array at a multiple of 256.
-std::size_t offsets_bytes(std::int64_t batch) {
-  const auto documents = static_cast<std::size_t>(batch);
-  return round_up(documents * sizeof(std::int32_t)) +
-         4 * round_up((documents + 1) * sizeof(std::int64_t));
-}
-
 /// Bytes per token of what cuDNN 9.19 keeps on Hopper during a backward pass: FP32 sums of dq; dk and dv
 /// per query head where heads share them, of `shared` bytes; the row sums of the softmax's gradient.
 std::size_t sums_bytes(int row_sums, int heads, const AttentionShape& shape, std::size_t shared) {
-  const auto width = static_cast<std::size_t>(heads * shape.head_size);
+  const auto width = static_cast<std::size_t>(heads) * static_cast<std::size_t>(shape.head_size);
   const std::size_t per_head = shape.heads == shape.kv_heads ? 0 : 2 * shared;
   return width * (sizeof(float) + per_head) + static_cast<std::size_t>(row_sums) * sizeof(float);
 }
@@ -128,6 +120,15 @@ namespace {
 namespace fe = cudnn_frontend;
 using fe::graph::Tensor_attributes;
 using TensorHandle = std::shared_ptr<Tensor_attributes>;
+
+std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/// Bytes of the offsets of `batch` documents, each array at a multiple of 256.
+std::size_t offsets_bytes(std::int64_t batch) {
+  const auto documents = static_cast<std::size_t>(batch);
+  return round_up(documents * sizeof(std::int32_t)) +
+         4 * round_up((documents + 1) * sizeof(std::int64_t));
+}
 
 enum Uid : std::int64_t {
   kQ = 1,
