@@ -20,7 +20,7 @@ std::filesystem::path module_path() {
   std::error_code error;
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
   if (!error) {
-    const std::filesystem::path beside = program.parent_path() / kModuleName;
+    std::filesystem::path beside = program.parent_path() / kModuleName;
     if (std::filesystem::exists(beside, error)) return beside;
   }
 #ifdef AGOQ_CUDA_MODULE

@@ -125,6 +125,7 @@ class KernelBenchmark {
       const std::int64_t rounds =
           std::clamp<std::int64_t>(std::llround(kTimedSeconds / once), 1, kMaxRounds);
       std::vector<double> timings;
+      timings.reserve(static_cast<std::size_t>(repeats_));
       for (int i = 0; i < repeats_; ++i) timings.push_back(seconds_of(rounds));
       std::nth_element(timings.begin(), timings.begin() + repeats_ / 2, timings.end());
       seconds = timings[static_cast<std::size_t>(repeats_ / 2)];

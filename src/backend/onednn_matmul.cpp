@@ -28,8 +28,8 @@ dnnl::matmul::primitive_desc describe(const dnnl::memory::desc& a, const dnnl::m
 #endif
 }
 
-dnnl::memory::desc matrix(std::int64_t rows, std::int64_t columns, dnnl::memory::dims strides) {
-  return {{rows, columns}, dnnl::memory::data_type::f32, std::move(strides)};
+dnnl::memory::desc matrix(std::int64_t rows, std::int64_t columns, const dnnl::memory::dims& strides) {
+  return {{rows, columns}, dnnl::memory::data_type::f32, strides};
 }
 
 // oneDNN plans for as many threads as OpenMP would start in the thread that builds the primitive.

@@ -285,6 +285,7 @@ SafetensorsSource safetensors_source(std::string name, const Tensor& host) {
 void write_safetensors(const std::string& path, const std::vector<SafetensorsSource>& sources,
                        const SafetensorsMetadata& metadata) {
   std::vector<const SafetensorsSource*> order;
+  order.reserve(sources.size());
   for (const SafetensorsSource& source : sources) order.push_back(&source);
   std::stable_sort(order.begin(), order.end(),
                    [](const SafetensorsSource* a, const SafetensorsSource* b) {

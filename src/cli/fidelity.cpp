@@ -70,6 +70,7 @@ void measure(const FidelityArguments& arguments) {
   check_input(arguments.sequences >= 0, "--sequences must not be negative; {} was given",
               arguments.sequences);
   std::vector<FidelitySetting> settings;
+  settings.reserve(arguments.formats.size());
   for (const std::string& format : arguments.formats) settings.push_back(parse_fidelity_setting(format));
   if (settings.empty()) settings = default_fidelity_settings();
   const FidelityReport report = measure_fidelity(

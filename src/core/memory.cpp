@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdlib>
 #include <utility>
 
@@ -30,7 +31,7 @@ constexpr std::size_t kMeasuringCapacity = std::size_t{1} << 46;
 std::byte* next_measuring_base() {
   static std::atomic<std::size_t> arenas{0};
   constexpr std::size_t kPlaces = (std::size_t{1} << 62) / kMeasuringCapacity;
-  return reinterpret_cast<std::byte*>(kMeasuringBase + arenas++ % kPlaces * kMeasuringCapacity);
+  return std::bit_cast<std::byte*>(kMeasuringBase + arenas++ % kPlaces * kMeasuringCapacity);
 }
 
 std::size_t round_up(std::size_t bytes) {

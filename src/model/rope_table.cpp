@@ -39,6 +39,7 @@ void write_rows(const std::vector<double>& frequencies, std::int64_t first, std:
 
 std::vector<double> rope_frequencies(const RopeConfig& config, int head_size) {
   std::vector<double> frequencies;
+  frequencies.reserve(static_cast<std::size_t>(head_size / 2));
   for (int i = 0; i < head_size / 2; ++i) {
     frequencies.push_back(scaled(config, std::pow(config.theta, -2.0 * i / head_size)));
   }

@@ -246,7 +246,7 @@ AGOQ_HD float decode(std::uint32_t bits) {
     static_assert(is_sign_magnitude_code(code));
     constexpr std::uint32_t kSign = 1u << (code_bits(code) - 1);
     const std::uint32_t magnitude = bits & (kSign - 1);
-    float level;
+    float level = 0;
     if constexpr (code == Code::kE2m1) level = codec_detail::decode_fp8_magnitude<1, 1>(magnitude);
     if constexpr (code == Code::kE4m3) level = codec_detail::decode_fp8_magnitude<3, 7>(magnitude);
     if constexpr (code == Code::kE5m2) level = codec_detail::decode_fp8_magnitude<2, 15>(magnitude);

@@ -71,7 +71,7 @@ std::vector<float> sampled_rows(const Context& context, const QuantTensor& saved
   std::vector<std::byte> bytes(exact.bytes());
   context.backend.read(context, exact.data, bytes.data(), bytes.size());
   const std::int64_t stride = (exact.rows() + kMeasuredTokens - 1) / kMeasuredTokens;
-  const std::size_t row = bytes.size() / static_cast<std::size_t>(exact.rows());
+  const std::size_t row = static_cast<std::size_t>(exact.width()) * size_of(exact.type);
   std::vector<std::byte> rows;
   for (std::int64_t r = 0; r < exact.rows(); r += stride) {
     const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(r) * row);

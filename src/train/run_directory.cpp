@@ -50,7 +50,7 @@ std::string newest_checkpoint(const std::string& run, const Notice& notice) {
   check_input(step.has_value(),
               "{} holds no checkpoint: train it first, with agoq train {}/config.toml --overwrite", run,
               run);
-  const std::string directory = checkpoint_directory(checkpoints_of(run), *step);
+  std::string directory = checkpoint_directory(checkpoints_of(run), *step);
   for (const std::string& line : skipped)
     notice(fmt::format("skipped {}; {} is taken", line, directory));
   return directory;

@@ -128,6 +128,7 @@ class Floor {
     }
     backend_.time(context_, work);
     std::vector<double> seconds;
+    seconds.reserve(5);
     for (int i = 0; i < 5; ++i) seconds.push_back(backend_.time(context_, work));
     return median(std::move(seconds));
   }

@@ -444,7 +444,7 @@ void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in
   for_each_group(
       tensor, row,
       [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
-        const float* x;
+        const float* x = nullptr;
         float staged[kGroup];
         if constexpr (std::is_same_v<Source, float>) {
           x = in + column;
@@ -492,7 +492,7 @@ void encode_exact(const QuantTensor& tensor, std::int64_t row, const Source* in,
   std::int64_t non_finite = 0;
   std::int64_t overflowed = 0;
   for (std::int64_t i = 0; i < tensor.grid.row_length; ++i) {
-    bool finite_in, finite_out;
+    bool finite_in = false, finite_out = false;
     if constexpr (std::is_same_v<Source, double>) {
       finite_in = std::abs(in[i]) <= std::numeric_limits<double>::max();
     } else {

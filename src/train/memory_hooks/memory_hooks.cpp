@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstdarg>
 #include <cstddef>
@@ -138,8 +139,7 @@ std::size_t remove_range(std::uintptr_t begin, std::size_t bytes) {
 }
 
 void* map(void* wanted, std::size_t bytes, int protection, int flags, int file, off_t offset) {
-  auto* memory =
-      reinterpret_cast<void*>(syscall(SYS_mmap, wanted, bytes, protection, flags, file, offset));
+  auto* memory = std::bit_cast<void*>(syscall(SYS_mmap, wanted, bytes, protection, flags, file, offset));
   if (memory == MAP_FAILED) return memory;
   const std::size_t size = whole_pages(bytes);
   if ((flags & MAP_FIXED) != 0) remove_range(address(memory), size);
@@ -227,7 +227,7 @@ void* mremap(void* memory, std::size_t bytes, std::size_t new_bytes, int flags, 
     va_end(arguments);
   }
   const std::size_t removed = agoq::remove_range(agoq::address(memory), agoq::whole_pages(bytes));
-  auto* moved = reinterpret_cast<void*>(syscall(SYS_mremap, memory, bytes, new_bytes, flags, wanted));
+  auto* moved = std::bit_cast<void*>(syscall(SYS_mremap, memory, bytes, new_bytes, flags, wanted));
   if (removed != 0) {
     if (moved == MAP_FAILED) {
       agoq::add_range(agoq::address(memory), removed);
