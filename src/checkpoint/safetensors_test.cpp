@@ -50,7 +50,7 @@ class Safetensors : public testing::Test {
       const SafetensorsReader reader(path_);
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kInput);
-      const std::string text = error.what();
+      std::string text = error.what();
       EXPECT_EQ(text.find('\n'), std::string::npos) << text;
       EXPECT_NE(text.find(path_), std::string::npos) << text;
       return text;

@@ -20,7 +20,7 @@ std::string error_of(const std::string& toml, const std::vector<std::string>& ov
     parse(toml, overrides);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kInput);
-    const std::string text = error.what();
+    std::string text = error.what();
     EXPECT_EQ(text.find('\n'), std::string::npos) << text;
     return text;
   }
@@ -45,7 +45,7 @@ Setting another(const ConfigKey& key, const RunConfig& config) {
   const std::size_t quote = key.allowed.find('"');
   if (key.allowed.rfind("one of", 0) == 0) {  // the first choice, or the second where it is the default
     const std::size_t end = key.allowed.find('"', quote + 1);
-    const std::string first = key.allowed.substr(quote + 1, end - quote - 1);
+    std::string first = key.allowed.substr(quote + 1, end - quote - 1);
     if (first != std::get<std::string>(now)) return first;
     const std::size_t second = key.allowed.find('"', end + 1);
     return key.allowed.substr(second + 1, key.allowed.find('"', second + 1) - second - 1);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "train/memory_probe.h"
 
 namespace agoq {
@@ -23,6 +24,13 @@ constexpr std::int64_t kSlack = 16 << 10;
 void touch(void* memory, std::size_t bytes) {
   auto* volatile kept = static_cast<char*>(memory);
   std::memset(kept, 1, bytes);
+}
+
+// realloc; should there be no memory, the test ends before the block is lost.
+void* resized(void* block, std::size_t bytes) {
+  void* moved = std::realloc(block, bytes);
+  check(moved != nullptr, "{} bytes are not there", bytes);
+  return moved;
 }
 
 class MemoryHooks : public testing::Test {
@@ -44,10 +52,10 @@ TEST_F(MemoryHooks, SeeMallocCallocAndRealloc) {
   void* block = std::malloc(kMebibyte);
   touch(block, kMebibyte);
   expect_taken(kMebibyte);
-  block = std::realloc(block, 3 * kMebibyte);
+  block = resized(block, 3 * kMebibyte);
   touch(block, 3 * kMebibyte);
   expect_taken(3 * kMebibyte);
-  block = std::realloc(block, kMebibyte / 2);
+  block = resized(block, kMebibyte / 2);
   touch(block, kMebibyte / 2);
   expect_taken(kMebibyte / 2);
   void* cleared = std::calloc(1024, 2048);
@@ -61,7 +69,7 @@ TEST_F(MemoryHooks, SeeMallocCallocAndRealloc) {
 TEST_F(MemoryHooks, SeeGrowthOfASmallBlockByRealloc) {
   void* block = nullptr;  // realloc of null is malloc
   for (std::size_t bytes = 16; bytes <= 4 * kMebibyte; bytes *= 2) {
-    block = std::realloc(block, bytes);
+    block = resized(block, bytes);
     touch(block, bytes);
     expect_taken(static_cast<std::int64_t>(bytes));
   }
@@ -155,7 +163,7 @@ TEST_F(MemoryHooks, CountLargeAllocationsSinceTheMark) {
   EXPECT_EQ(memory_use().large_allocations, 0);
   void* large = std::malloc(kLargeAllocation);
   touch(large, 1);
-  large = std::realloc(large, 2 * kLargeAllocation);
+  large = resized(large, 2 * kLargeAllocation);
   touch(large, 1);
   EXPECT_EQ(memory_use().large_allocations, 2);
   std::free(large);

@@ -38,8 +38,11 @@ class TrainingMemory : public ::testing::Test {
       file << text;
     }
   }
+
+ public:
   ~TrainingMemory() override { fs::remove_all(folder_); }
 
+ protected:
   RunConfig quickstart(SavePolicy policy) const {
     RunConfig config = load_run_config(AGOQ_QUICKSTART);
     config.data.paths = {(folder_ / "text").string()};
