@@ -100,9 +100,9 @@ std::string cudnn_problem(const LibraryVersion& built, const LibraryVersion& fou
 }
 
 bool loader_finds(const std::string& name) {
-  void* const library = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);
-  if (library != nullptr) dlclose(library);
-  return library != nullptr;
+  // Stays open: the program is about to end with the answer, and cuBLAS loses memory when it is
+  // unloaded.
+  return dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL) != nullptr;
 }
 
 std::string module_problem(const std::string& path, const std::string& words, const FindLibrary& finds) {
