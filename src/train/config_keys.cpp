@@ -6,6 +6,15 @@
 #include "train/run_config.h"
 
 namespace agoq {
+
+QuantFormat parse_signed_format(const std::string& text) {
+  const QuantFormat format = parse_format(text);
+  check_input(traits_of(format.code).is_signed,
+              "'{}' cannot hold negative values: choose a format with a sign, such as dynamic8/256/fp32",
+              text);
+  return format;
+}
+
 namespace {
 
 // A captureless lambda from a RunConfig to the field that a key sets.
@@ -148,16 +157,6 @@ ConfigKey choice(std::string_view section, std::string_view name, Access<Enum> a
             }
             return false;
           }};
-}
-
-// Throws its own Error, which suggests the nearest format. Activations and gradients have both signs: a
-// code for non-negative values would make zeros of half of them.
-QuantFormat parse_signed_format(const std::string& text) {
-  const QuantFormat format = parse_format(text);
-  check_input(traits_of(format.code).is_signed,
-              "'{}' cannot hold negative values: choose a format with a sign, such as dynamic8/256/fp32",
-              text);
-  return format;
 }
 
 ConfigKey format(std::string_view section, std::string_view name, Access<QuantFormat> access,

@@ -136,9 +136,7 @@ FidelitySetting parse_fidelity_setting(const std::string& text) {
   if (colon != std::string::npos) setting.policy = parse_save_policy(text.substr(0, colon));
   check_input(setting.policy == SavePolicy::kAgoq || setting.policy == SavePolicy::kUniform,
               "'{}': only the policies agoq and uniform quantise; write FORMAT or uniform:FORMAT", text);
-  setting.format = parse_format(colon == std::string::npos ? text : text.substr(colon + 1));
-  check_input(traits_of(setting.format.code).is_signed,
-              "'{}' cannot hold negative values: choose a format with a sign", text);
+  setting.format = parse_signed_format(colon == std::string::npos ? text : text.substr(colon + 1));
   return setting;
 }
 

@@ -83,6 +83,10 @@ struct ConfigKey {
 /// Every key, in the order in which to_toml writes them.
 const std::vector<ConfigKey>& config_keys();
 
+/// parse_format for activations and gradients, which have both signs: refuses codes for non-negative
+/// values, which would make zeros of half of them. Throws Error (kInput) that suggests the nearest.
+QuantFormat parse_signed_format(const std::string& text);
+
 /// The text of `toml` over the defaults, then `overrides` ("section.key=value") in their order, then
 /// RunConfig::check(). `name` stands in messages. Throws Error (kInput) with name and line.
 RunConfig parse_run_config(std::string_view toml, const std::string& name,
