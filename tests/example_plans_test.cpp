@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "checkpoint/json_text.h"
+#include "keep_baseline.h"
 #include "model/parameters.h"
 #include "train/run_plan.h"
 #include "train/trainer.h"
@@ -97,11 +98,7 @@ TEST(ExamplePlans, SucceedAndSumToTheirPeak) {
 // What AGoQ may take of what keeping everything takes: the bounds that the method is held to.
 TEST(ExamplePlans, TheQuickstartSavesWhatTheMethodPromises) {
   const RunConfig agoq = example("quickstart");
-  RunConfig keep = agoq;
-  keep.activations.policy = SavePolicy::kKeep;
-  keep.gradients.format = exact_format(ElementType::kFp32);
-  keep.optimizer.moments_8bit = false;
-  keep.optimizer.master = MasterKind::kFp32;
+  const RunConfig keep = keep_baseline(agoq);
   const RunPlan planned = plan_of(agoq);
   const RunPlan kept = plan_of(keep);
   const auto ratio = [&](MemoryClass memory) {

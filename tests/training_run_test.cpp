@@ -17,6 +17,7 @@
 #include "backend/profiled_backend.h"
 #include "checkpoint/training_state.h"
 #include "core/temporary_folder.h"
+#include "keep_baseline.h"
 #include "train/inference.h"
 
 namespace agoq {
@@ -100,12 +101,8 @@ TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
     agoq.data.holdout_index = 3;
     agoq.optimizer.learning_rate = 2e-3;
     agoq.optimizer.final_fraction = 0;
-    RunConfig keep = agoq;
+    RunConfig keep = keep_baseline(agoq);
     keep.run.directory = folder.path(fmt::format("keep-{}", seed));
-    keep.activations.policy = SavePolicy::kKeep;
-    keep.gradients.format = exact_format(ElementType::kFp32);
-    keep.optimizer.moments_8bit = false;
-    keep.optimizer.master = MasterKind::kFp32;
     const RunSummary a = train(agoq);
     const RunSummary k = train(keep);
     EXPECT_LT(k.validation_loss, 0.2 * k.order1_byte_loss);
