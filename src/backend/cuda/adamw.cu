@@ -667,6 +667,7 @@ bool is_flat(const Operands& operands) {
          gradient.aligned && gradient.block <= 256 && is_block_of_256(operands.first, Code::kDynamic8) &&
          is_block_of_256(operands.second, Code::kDynamic8Unsigned);
 }
+
 bool is_moment_of(const QuantView& view, Code code) {
   return view.code == Code::kFp32 ||
          (view.code == code && view.block == 256 && view.scale == ScaleType::kFp32 &&
