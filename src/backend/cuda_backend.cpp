@@ -1,37 +1,21 @@
 // Opens the CUDA backend, a module beside the program (backend/cuda).
 #include <dlfcn.h>
-#include <unistd.h>
-
-#include <cstdlib>
-#include <filesystem>
 
 #include "backend/backend.h"
 #include "backend/gpu_requirements.h"
+#include "core/module.h"
 
 namespace agoq {
 namespace {
 
-constexpr const char* kModuleName = "libagoq_cuda.so";
-
-/// Beside the program, or where the build put it; AGOQ_CUDA_MODULE names another place.
-std::filesystem::path module_path() {
-  if (const char* given = std::getenv("AGOQ_CUDA_MODULE"); given != nullptr && *given != '\0')
-    return given;
-  std::error_code error;
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
-  if (!error) {
-    std::filesystem::path beside = program.parent_path() / kModuleName;
-    if (std::filesystem::exists(beside, error)) return beside;
-  }
 #ifdef AGOQ_CUDA_MODULE
-  return AGOQ_CUDA_MODULE;
+constexpr const char* kBuiltModule = AGOQ_CUDA_MODULE;
 #else
-  return {};
+constexpr const char* kBuiltModule = "";
 #endif
-}
 
 Backend& open() {
-  const std::filesystem::path path = module_path();
+  const std::string path = module_path("libagoq_cuda.so", "AGOQ_CUDA_MODULE", kBuiltModule);
   check_input(!path.empty(),
               "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
               "run on the CPU (--set run.device=cpu; eval, generate and bench kernels: --device cpu)");
@@ -40,13 +24,13 @@ Backend& open() {
   if (module == nullptr) {
     const char* const words = dlerror();
     fail_input(
-        "{}", module_problem(path.string(), words == nullptr ? "no reason given" : words, loader_finds));
+        "{}", module_problem(path, words == nullptr ? "no reason given" : words, loader_finds));
   }
   using Entry = Backend* (*)();
   const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));
   check_input(entry != nullptr,
               "{} is not agoq's CUDA backend: build it again (./dev build), or correct AGOQ_CUDA_MODULE",
-              path.string());
+              path);
   return *entry();
 }
 
