@@ -1,6 +1,9 @@
 // The default bodies of fused operations: the composition of plain ones that specifies them.
 #include "backend/backend.h"
 
+#include <algorithm>
+
+#include "backend/operand_checks.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -89,6 +92,90 @@ void Backend::accumulate_weight_gradient(const Context& context, const Tensor& d
   const Tensor product = context.workspace.take(compute, Shape{main.rows(), main.width()});
   matmul(context, dy, Transpose::kYes, x, Transpose::kNo, product, false);
   accumulate(context, product, main, key, counters);
+}
+
+namespace {
+
+// Rows of an FP32 sum of pieces that exist at a time in the default bodies: about so many elements.
+constexpr std::int64_t kSumElements = std::int64_t{1} << 22;
+
+ElementType type_of_sum(const QuantTensor& piece) {
+  return piece.format.code == Code::kFp64 ? ElementType::kFp64 : ElementType::kFp32;
+}
+
+/// Calls use(first, last, sum of rows [first, last)) for all rows of the pieces, some at a time.
+template <typename Use>
+void for_each_sum(const Context& context, std::span<const QuantTensor> pieces, std::int64_t rows_at_once,
+                  Use use) {
+  const std::int64_t rows = pieces.front().rows();
+  const std::int64_t width = pieces.front().width();
+  const ElementType type = type_of_sum(pieces.front());
+  const Arena::Scope scope(context.workspace);
+  const Tensor sum_memory = context.workspace.take(type, Shape{rows_at_once, width});
+  const Tensor addend_memory = context.workspace.take(type, Shape{rows_at_once, width});
+  for (std::int64_t first = 0; first < rows; first += rows_at_once) {
+    const std::int64_t last = std::min(first + rows_at_once, rows);
+    const Tensor sum = sum_memory.slice_rows(0, last - first);
+    const Tensor addend = addend_memory.slice_rows(0, last - first);
+    context.backend.dequantize(context, pieces.front().slice_rows(first, last), sum);
+    for (const QuantTensor& piece : pieces.subspan(1)) {
+      context.backend.dequantize(context, piece.slice_rows(first, last), addend);
+      context.backend.add(context, sum, addend, sum);
+    }
+    use(first, last, sum);
+  }
+}
+
+std::int64_t rows_of_a_sum(const QuantTensor& piece) {
+  return std::clamp<std::int64_t>(kSumElements / std::max<std::int64_t>(piece.width(), 1), 1,
+                                  std::max<std::int64_t>(piece.rows(), 1));
+}
+
+}  // namespace
+
+void Backend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
+                         const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+  expect_pieces("add_pieces", pieces, sum.grid);
+  for_each_sum(context, pieces, rows_of_a_sum(sum),
+               [&](std::int64_t first, std::int64_t last, const Tensor& values) {
+                 quantize(context, values, sum.slice_rows(first, last), key, counters);
+               });
+}
+
+void Backend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
+                                    const Tensor& total) {
+  expect_pieces("pieces_sum_of_squares", pieces);
+  // All rows at once: a sum of sums of some rows each would be rounded differently.
+  for_each_sum(context, pieces, std::max<std::int64_t>(pieces.front().rows(), 1),
+               [&](std::int64_t, std::int64_t, const Tensor& values) {
+                 sum_of_squares(context, as_quant_tensor(values), total);
+               });
+}
+
+void Backend::adamw_update_pieces(const Context& context, std::span<const QuantTensor> gradients,
+                                  const AdamwTensors& tensors, const AdamwStep& step,
+                                  const RandomKey& key) {
+  expect_pieces("adamw_update_pieces", gradients, tensors.first_moment.grid);
+  const QuantTensor& shape = gradients.front();
+  if (gradients.size() == 1) {
+    AdamwTensors of_one = tensors;
+    of_one.gradient = shape;
+    return adamw_update(context, of_one, step, key);
+  }
+  const Tensor weight = tensors.weight.reshaped(Shape{shape.rows(), shape.width()});
+  const Tensor master =
+      tensors.master ? tensors.master.reshaped(Shape{shape.rows(), shape.width()}) : Tensor{};
+  for_each_sum(context, gradients, rows_of_a_sum(shape),
+               [&](std::int64_t first, std::int64_t last, const Tensor& values) {
+                 QuantTensor gradient = as_quant_tensor(values);
+                 gradient.grid.segments = shape.grid.segments;
+                 adamw_update(context,
+                              {weight.slice_rows(first, last),
+                               master ? master.slice_rows(first, last) : Tensor{}, gradient,
+                               tensors.first_moment.slice_rows(first, last),
+                               tensors.second_moment.slice_rows(first, last)},
+                              step, key);
+               });
 }
 
 }  // namespace agoq

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -114,6 +115,16 @@ class Backend {
   /// driver, libraries. To be called in the mode of the run, before the run touches anything.
   virtual void expect_ready() {}
 
+  /// The device that this process computes on: the one of this index among those it sees, or the only
+  /// one. To be called before anything is allocated. Throws Error (kInput) when there are fewer.
+  virtual void use_device(int) {}
+
+  // --- streams beside the context's ---
+  /// A queue of its own for index 0, 1, ...: made at its first call, and the same at every later one.
+  virtual Stream side_stream(int) { return {}; }
+  /// What is queued on `later` from now on begins when what `earlier` holds now is done.
+  virtual void order(Stream /*earlier*/, Stream /*later*/) {}
+
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;
   /// Converts between floating-point types (nearest even); other types must be equal.
@@ -191,7 +202,7 @@ class Backend {
 
   // --- formats ---
   /// destination = quantised source.  source [rows(), width()] matches destination's grid. key is used
-  /// by stochastic rounding only (element index = row * row_length + column). counters: optional,
+  /// by stochastic rounding only (element index = (first_row + row) * row_length + column). counters: optional,
   /// int64 [kQuantCounters], added to.
   virtual void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
                         const RandomKey& key, const Tensor& counters) = 0;
@@ -200,12 +211,29 @@ class Backend {
   virtual void accumulate(const Context&, const Tensor& addend, const QuantTensor& main,
                           const RandomKey& key, const Tensor& counters) = 0;
 
+  // --- pieces: what each rank holds of the same rows, in rank order ---
+  // Their sum is made in FP32, in the order of the pieces, element by element: (p0 + p1) + p2 ...; in FP64
+  // where they are stored in it. One piece is its own sum.
+
+  /// sum = quantised(sum of the dequantised pieces), with fresh block scales; sum may be one of the pieces.
+  /// All have one grid. counters: see quantize.
+  virtual void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                          const RandomKey& key, const Tensor& counters);
+  /// total[0] = sum of squares of the sum of the pieces, in double precision. What it computes depends on
+  /// the values only: the same bits whether they come as pieces or as one exact tensor.
+  virtual void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
+                                     const Tensor& total);
+
   // --- optimizer ---
   /// One AdamW update in a single pass; no FP32 gradient or moment of a whole tensor exists. key names
   /// seed, step and tensor; purposes are set inside. A BF16 weight with MasterKind::kNone is rounded
   /// stochastically; FP32 and FP64 weights are their own master (kNone).
   virtual void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                             const RandomKey& key) = 0;
+  /// The same with the sum of `gradients` for tensors.gradient, which is not given; some rows of it at a
+  /// time exist in FP32.
+  virtual void adamw_update_pieces(const Context&, std::span<const QuantTensor> gradients,
+                                   const AdamwTensors&, const AdamwStep&, const RandomKey& key);
 
   // --- initial weights ---
   /// x[i] = deviation * random_normal(key, i), computed in double precision.  x fp32.

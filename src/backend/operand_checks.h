@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "backend/backend.h"
@@ -44,6 +45,27 @@ inline void expect_counters(std::string_view operation, const Tensor& counters) 
   check(!counters || (counters.type == ElementType::kInt64 && counters.count() == kQuantCounters),
         "{}: counters are int64 [{}]; {} {} was given", operation, kQuantCounters,
         name_of(counters.type), counters.shape.to_string());
+}
+
+/// Throws unless there is a piece and all have one format and one grid.
+inline void expect_pieces(std::string_view operation, std::span<const QuantTensor> pieces) {
+  check(!pieces.empty(), "{}: at least one piece was expected; none was given", operation);
+  const QuantTensor& first = pieces.front();
+  for (const QuantTensor& piece : pieces) {
+    check(piece.grid == first.grid && piece.format == first.format,
+          "{}: pieces of one format and one grid were expected; the first is {} [{}, {}], one is {} "
+          "[{}, {}]",
+          operation, first.format.to_string(), first.rows(), first.width(), piece.format.to_string(),
+          piece.rows(), piece.width());
+  }
+}
+
+/// Throws unless they do and `sum` has the same grid.
+inline void expect_pieces(std::string_view operation, std::span<const QuantTensor> pieces,
+                          const BlockGrid& sum) {
+  expect_pieces(operation, pieces);
+  check(pieces.front().grid == sum, "{}: pieces of [{}, {}] were given for [{}, {}]", operation,
+        pieces.front().rows(), pieces.front().width(), sum.rows, sum.row_length);
 }
 
 /// Throws unless RMSNorm is given a weight of one value per column and LayerNorm none.

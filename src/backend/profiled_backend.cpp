@@ -11,6 +11,12 @@ double of(const QuantTensor& tensor) {
   return tensor ? static_cast<double>(payload_bytes(tensor.format, tensor.grid)) : 0;
 }
 
+double of(std::span<const QuantTensor> pieces) {
+  double bytes = 0;
+  for (const QuantTensor& piece : pieces) bytes += of(piece);
+  return bytes;
+}
+
 /// Query and key pairs under the causal mask, the documents taken as equally long.
 double pairs(const Documents& documents, const Tensor& out) {
   const auto tokens = static_cast<double>(out.rows());
@@ -186,6 +192,29 @@ void ProfiledBackend::accumulate(const Context& context, const Tensor& addend, c
                                  const RandomKey& key, const Tensor& counters) {
   run(context, "accumulate", of(addend) + 2 * of(main), 0,
       [&](const Context& own) { backend_.accumulate(own, addend, main, key, counters); });
+}
+
+void ProfiledBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
+                                 const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+  run(context, "add_pieces", of(pieces) + of(sum), 0,
+      [&](const Context& own) { backend_.add_pieces(own, pieces, sum, key, counters); });
+}
+
+void ProfiledBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
+                                            const Tensor& total) {
+  run(context, "pieces_sum_of_squares", of(pieces), 0,
+      [&](const Context& own) { backend_.pieces_sum_of_squares(own, pieces, total); });
+}
+
+void ProfiledBackend::adamw_update_pieces(const Context& context, std::span<const QuantTensor> gradients,
+                                          const AdamwTensors& tensors, const AdamwStep& step,
+                                          const RandomKey& key) {
+  run(context, "adamw_update",
+      2 * (of(tensors.weight) + of(tensors.master) + of(tensors.first_moment) +
+           of(tensors.second_moment)) +
+          of(gradients),
+      0,
+      [&](const Context& own) { backend_.adamw_update_pieces(own, gradients, tensors, step, key); });
 }
 
 void ProfiledBackend::adamw_update(const Context& context, const AdamwTensors& tensors,

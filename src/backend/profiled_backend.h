@@ -39,6 +39,9 @@ class ProfiledBackend : public Backend {
   void set_deterministic(bool deterministic) override { backend_.set_deterministic(deterministic); }
   void set_attention_groups(int groups) override { backend_.set_attention_groups(groups); }
   void expect_ready() override { backend_.expect_ready(); }
+  void use_device(int index) override { backend_.use_device(index); }
+  Stream side_stream(int index) override { return backend_.side_stream(index); }
+  void order(Stream earlier, Stream later) override { backend_.order(earlier, later); }
 
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
   void copy(const Context&, const Tensor& source, const Tensor& destination) override;
@@ -76,8 +79,14 @@ class ProfiledBackend : public Backend {
   void dequantize(const Context&, const QuantTensor& source, const Tensor& destination) override;
   void accumulate(const Context&, const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                   const Tensor& counters) override;
+  void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                  const RandomKey& key, const Tensor& counters) override;
+  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
+                             const Tensor& total) override;
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
+  void adamw_update_pieces(const Context&, std::span<const QuantTensor> gradients, const AdamwTensors&,
+                           const AdamwStep&, const RandomKey& key) override;
   void fill_normal(const Context&, const RandomKey& key, double deviation, const Tensor& x) override;
   void initialise_weight(const Context&, const Tensor& initial, MasterKind, const Tensor& weight,
                          const Tensor& master) override;

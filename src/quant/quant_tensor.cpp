@@ -87,6 +87,7 @@ QuantTensor QuantTensor::slice_rows(std::int64_t begin, std::int64_t end) const 
   slice.bits += begin * row.bits;
   slice.scales += begin * row.scales;
   slice.super += begin * row.super;
+  slice.first_row += begin;
   return slice;
 }
 

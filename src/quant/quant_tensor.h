@@ -51,6 +51,9 @@ struct QuantTensor {
   std::byte* bits = nullptr;
   std::byte* scales = nullptr;
   std::byte* super = nullptr;
+  /// Where row 0 stands in the whole tensor that this is a slice of: stochastic rounding is keyed by the
+  /// element of the whole tensor, so that slicing does not change it.
+  std::int64_t first_row = 0;
 
   /// False for a default-constructed QuantTensor, which stands for "not given" in operations.
   explicit operator bool() const { return codes != nullptr; }

@@ -128,7 +128,7 @@ void store_master(const AdamwTensors& tensors, MasterKind kind, std::int64_t row
     }
     case MasterKind::kNone:
       round_stochastically(master, width, key.with(RandomPurpose::kWeightRounding, key.tensor),
-                           row * width, weight);
+                           (tensors.first_moment.first_row + row) * width, weight);
       return;
   }
 }

@@ -68,6 +68,8 @@ class CpuBackend : public Backend {
   // reductions.cpp
   void sum(const Context&, const Tensor& x, const Tensor& total) override;
   void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) override;
+  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
+                             const Tensor& total) override;
 
   // quantize.cpp
   void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
@@ -75,6 +77,8 @@ class CpuBackend : public Backend {
   void dequantize(const Context&, const QuantTensor& source, const Tensor& destination) override;
   void accumulate(const Context&, const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                   const Tensor& counters) override;
+  void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                  const RandomKey& key, const Tensor& counters) override;
 
   // adamw.cpp
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,

@@ -1,6 +1,7 @@
 // Tensors to and from a QuantFormat, row by row (backend/cpu/row_codec.h).
 //
 //   quantize     destination = Q(source)
+//   add_pieces   sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
 //   accumulate   main = Q(Q^-1(main) + addend), block scales fresh: the sum is made in FP32, in FP64
 //   where
 //                main is stored in FP64
@@ -102,6 +103,18 @@ QuantCounts accumulate_as(const Tensor& addend, const QuantTensor& main, const R
   }
 }
 
+/// scratch: two rows for each thread.
+template <typename Compute>
+QuantCounts add_rows(std::span<const QuantTensor> pieces, const QuantTensor& sum, const RandomKey& key,
+                     Compute* scratch) {
+  const std::int64_t width = sum.width();
+  return for_each_row(sum, [&](std::int64_t row, QuantCounts& counts) {
+    Compute* values = scratch + 2 * omp_get_thread_num() * width;
+    sum_row(pieces, row, values, values + width);
+    encode_row(sum, row, values, key, counts);
+  });
+}
+
 /// One row of `type` for every thread.
 Tensor take_rows(const Context& context, ElementType type, std::int64_t width) {
   return context.workspace.take(type, Shape{omp_get_max_threads(), width});
@@ -151,6 +164,20 @@ void CpuBackend::accumulate(const Context& context, const Tensor& addend, const 
   if (context.workspace.is_measuring()) return;
   add_counts(in_fp64 ? accumulate_as(addend, main, key, scratch.as<double>())
                      : accumulate_as(addend, main, key, scratch.as<float>()),
+             counters);
+}
+
+void CpuBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
+                            const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+  expect_pieces("add_pieces", pieces, sum.grid);
+  expect_counters("add_pieces", counters);
+  const bool in_fp64 = pieces.front().format.code == Code::kFp64;
+  const Arena::Scope scope(context.workspace);
+  const Tensor scratch =
+      take_rows(context, in_fp64 ? ElementType::kFp64 : ElementType::kFp32, 2 * sum.width());
+  if (context.workspace.is_measuring()) return;
+  add_counts(in_fp64 ? add_rows(pieces, sum, key, scratch.as<double>())
+                     : add_rows(pieces, sum, key, scratch.as<float>()),
              counters);
 }
 

@@ -2,11 +2,12 @@
 //
 //   sum              one running sum in element order
 //   sum_of_squares   per row 8 running sums, lane l over elements l, l + 8, ..., folded in lane order;
-//                    then the sum of rows in row order
+//                    then the sum of rows in row order; of pieces, the row is their sum (row_codec.h)
 #include <omp.h>
 
 #include "backend/cpu/row_codec.h"
 #include "backend/cpu/storage.h"
+#include "backend/operand_checks.h"
 #include "core/error.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
@@ -38,13 +39,16 @@ double row_sum_of_squares(const T* x, std::int64_t count) {
   return total;
 }
 
+/// Of the rows of the sum of `pieces`. scratch: two rows for each thread.
 template <typename Compute>
-void row_sums_of_squares(const QuantTensor& x, Compute* scratch, double* row_sums) {
-#pragma omp parallel for schedule(static) if (x.grid.count() > kSerialElements)
-  for (std::int64_t row = 0; row < x.rows(); ++row) {
-    Compute* decoded = scratch + omp_get_thread_num() * x.width();
-    decode_row(x, row, decoded);
-    row_sums[row] = row_sum_of_squares(decoded, x.width());
+void row_sums_of_squares(std::span<const QuantTensor> pieces, Compute* scratch, double* row_sums) {
+  const std::int64_t rows = pieces.front().rows();
+  const std::int64_t width = pieces.front().width();
+#pragma omp parallel for schedule(static) if (rows * width > kSerialElements)
+  for (std::int64_t row = 0; row < rows; ++row) {
+    Compute* sum = scratch + 2 * omp_get_thread_num() * width;
+    sum_row(pieces, row, sum, sum + width);
+    row_sums[row] = row_sum_of_squares(sum, width);
   }
 }
 
@@ -70,19 +74,26 @@ void CpuBackend::sum(const Context& context, const Tensor& x, const Tensor& tota
 }
 
 void CpuBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
+  pieces_sum_of_squares(context, {&x, 1}, total);
+}
+
+void CpuBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
+                                       const Tensor& total) {
   check_total("sum_of_squares", total);
-  const bool in_fp64 = x.format.code == Code::kFp64;
+  expect_pieces("sum_of_squares", pieces);
+  const QuantTensor& shape = pieces.front();
+  const bool in_fp64 = shape.format.code == Code::kFp64;
   const Arena::Scope scope(context.workspace);
-  const Tensor row_sums = context.workspace.take(ElementType::kFp64, Shape{x.rows()});
+  const Tensor row_sums = context.workspace.take(ElementType::kFp64, Shape{shape.rows()});
   const Tensor scratch = context.workspace.take(in_fp64 ? ElementType::kFp64 : ElementType::kFp32,
-                                                Shape{omp_get_max_threads(), x.width()});
+                                                Shape{omp_get_max_threads(), 2, shape.width()});
   if (context.workspace.is_measuring()) return;
   if (in_fp64) {
-    row_sums_of_squares(x, scratch.as<double>(), row_sums.as<double>());
+    row_sums_of_squares(pieces, scratch.as<double>(), row_sums.as<double>());
   } else {
-    row_sums_of_squares(x, scratch.as<float>(), row_sums.as<double>());
+    row_sums_of_squares(pieces, scratch.as<float>(), row_sums.as<double>());
   }
-  *total.as<double>() = sum_in_order(row_sums.as<double>(), x.rows());
+  *total.as<double>() = sum_in_order(row_sums.as<double>(), shape.rows());
 }
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA

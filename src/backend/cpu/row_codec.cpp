@@ -440,7 +440,8 @@ template <typename Source>
 void encode_blocks(const QuantTensor& tensor, std::int64_t row, const Source* in, const RandomKey& key,
                    QuantCounts& counts) {
   const BlockCodec& codec = block_codec(tensor.format.code);
-  const auto first_element = static_cast<std::uint64_t>(row * tensor.grid.row_length);
+  const auto first_element =
+      static_cast<std::uint64_t>((tensor.first_row + row) * tensor.grid.row_length);
   for_each_group(
       tensor, row,
       [&](const SegmentPlanes& planes, std::int64_t group, std::int64_t column, std::int64_t count) {
@@ -552,6 +553,28 @@ void decode_any(const QuantTensor& tensor, std::int64_t row, Target* out) {
 }
 
 }  // namespace
+
+namespace {
+
+template <typename T>
+void sum_pieces(std::span<const QuantTensor> pieces, std::int64_t row, T* __restrict sum,
+                T* __restrict addend) {
+  decode_any(pieces.front(), row, sum);
+  const std::int64_t width = pieces.front().width();
+  for (const QuantTensor& piece : pieces.subspan(1)) {
+    decode_any(piece, row, addend);
+    for (std::int64_t i = 0; i < width; ++i) sum[i] += addend[i];
+  }
+}
+
+}  // namespace
+
+void sum_row(std::span<const QuantTensor> pieces, std::int64_t row, float* sum, float* addend) {
+  sum_pieces(pieces, row, sum, addend);
+}
+void sum_row(std::span<const QuantTensor> pieces, std::int64_t row, double* sum, double* addend) {
+  sum_pieces(pieces, row, sum, addend);
+}
 
 void encode_row(const QuantTensor& destination, std::int64_t row, const float* in, const RandomKey& key,
                 QuantCounts& counts) {

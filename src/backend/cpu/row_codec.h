@@ -8,7 +8,8 @@
 // unused half of a segment's last code byte and the unused bits of its last bit-plane byte are zero.
 //
 // Invariants. The bytes of a row are a function of the format, the row's input and, under stochastic
-// rounding, of key and element index row * row_length + column: not of threads or instruction set.
+// rounding, of key and element index (first_row + row) * row_length + column: not of threads or
+// instruction set.
 // A block whose scale is zero decodes to +0 whatever its codes, so zeroed memory is a zero tensor in
 // every format. Neither function allocates; both may run on different rows at the same time.
 //
@@ -19,6 +20,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "core/random.h"
 #include "core/small_float.h"
@@ -34,6 +36,11 @@ namespace agoq::cpu::AGOQ_CPU_ISA {
 /// out[0, row_length) = row `row` of `source`. To double: an fp64 source as it is, others widened.
 void decode_row(const QuantTensor& source, std::int64_t row, float* out);
 void decode_row(const QuantTensor& source, std::int64_t row, double* out);
+
+/// sum[0, row_length) = row `row` of the sum of `pieces`, in their order: in FP32, or FP64 for double.
+/// addend: scratch for a row.
+void sum_row(std::span<const QuantTensor> pieces, std::int64_t row, float* sum, float* addend);
+void sum_row(std::span<const QuantTensor> pieces, std::int64_t row, double* sum, double* addend);
 
 /// Row `row` of `destination` = in[0, row_length), counting into `counts`. From double: an fp64
 /// destination as it is; for every other one the input is rounded to FP32 first.
