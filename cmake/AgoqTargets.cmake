@@ -57,8 +57,8 @@ function(agoq_library folder)
   if(sources)
     add_library(agoq_${folder} STATIC ${sources})
     target_link_libraries(agoq_${folder} PUBLIC agoq_flags ${ARGN})
-    # The CUDA backend is a module, and the libraries to its left go into it.
-    set_target_properties(agoq_${folder} PROPERTIES POSITION_INDEPENDENT_CODE ${AGOQ_HAS_CUDA})
+    # The CUDA backend and the transports are modules, and the libraries to their left go into them.
+    set_target_properties(agoq_${folder} PROPERTIES POSITION_INDEPENDENT_CODE ${AGOQ_HAS_MODULES})
     if(folder STREQUAL core)
       agoq_precompile(agoq_core)
     elseif(folder STREQUAL checkpoint)

@@ -1,0 +1,47 @@
+// What every transport has in common, and the group of one.
+#include "comm/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/exchange_checks.h"
+
+namespace agoq {
+namespace {
+
+class SingleRank : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  std::string description() const override { return "one rank"; }
+  void exchange(const Context&, std::span<const Message> sends,
+                std::span<const Message> receives) override {
+    expect_messages(*this, sends, receives);
+  }
+  void all_reduce(const Context&, const Tensor& x) override { expect_summable("all_reduce", x); }
+  void reduce_scatter(const Context&, const Tensor& x, std::span<const std::int64_t> counts) override {
+    expect_parts(*this, x, counts);
+  }
+  void gather(const void* mine, void* all, std::size_t bytes) override {
+    std::memcpy(all, mine, bytes);
+  }
+  std::unique_ptr<Communicator> split(int, int) override { return single_rank(); }
+};
+
+}  // namespace
+
+std::vector<std::string> Communicator::gather_texts(const std::string& mine) {
+  const std::vector<std::size_t> lengths = gather_values(mine.size());
+  const std::size_t longest = *std::max_element(lengths.begin(), lengths.end());
+  std::string padded = mine;
+  padded.resize(longest);
+  std::string all(longest * lengths.size(), '\0');
+  if (longest > 0) gather(padded.data(), all.data(), longest);
+  std::vector<std::string> texts;
+  for (std::size_t r = 0; r < lengths.size(); ++r) texts.push_back(all.substr(r * longest, lengths[r]));
+  return texts;
+}
+
+std::unique_ptr<Communicator> single_rank() { return std::make_unique<SingleRank>(); }
+
+}  // namespace agoq

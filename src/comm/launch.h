@@ -1,0 +1,47 @@
+// How this process was started among its ranks, and the communicator of all of them.
+//
+//   mpirun, srun --mpi=pmix    MPI: it carries the CPU ranks' data, and hands out NCCL's unique id
+//   torchrun, srun             ranks in environment variables: GPU runs only; NCCL's unique id goes
+//                              through a file in the shared run directory
+//   neither                    one rank
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "backend/backend.h"
+#include "comm/communicator.h"
+
+namespace agoq {
+
+enum class Launcher : std::uint8_t { kNone, kMpi, kEnvironment };
+
+struct Launch {
+  Launcher launcher = Launcher::kNone;
+  std::string name = "one process";  // "mpirun", "torchrun", "Slurm"
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;  // among the ranks of this machine: the GPU it takes
+  /// Tells this launch from an earlier one in the same directory: the launcher's job id.
+  std::string job;
+};
+
+/// From the environment of this process. Throws Error (kInput) when its variables contradict each other.
+Launch launch_from_environment();
+
+struct WorldOptions {
+  /// Where NCCL's unique id goes from rank to rank without MPI: a directory that all of them see.
+  std::string rendezvous_directory;
+  double timeout_seconds = 60;  // of one exchange
+};
+
+/// The communicator of all ranks of `launch`, for data in `backend`'s memory. Collective. Throws Error
+/// (kInput) where this build, or this machine, lacks what the launch needs.
+std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend, const WorldOptions& options);
+
+/// At the regular end of a process that had a world, when its communicators are gone. Collective. A
+/// process that fails ends without it: the launcher then ends the other ranks.
+void leave_world(const Launch& launch);
+
+}  // namespace agoq

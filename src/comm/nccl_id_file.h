@@ -1,0 +1,37 @@
+// NCCL's unique id from rank 0 to the others through a shared directory, for launchers without MPI.
+//
+// Every rank but 0 writes .nccl-join-R with a number of its own; rank 0 waits for all of them and answers
+// in .nccl-id with the id and all the numbers. A rank takes only an answer that holds its number, so
+// files that an earlier launch left behind are never taken for this one's. Files are written aside and
+// renamed: none is seen half written.
+#pragma once
+
+#include <string>
+
+#include "comm/launch.h"
+#include "comm/transports.h"
+
+namespace agoq {
+
+class NcclIdFile {
+ public:
+  /// Creates `directory` if it is absent. Throws Error (kInput) when it cannot be written to.
+  NcclIdFile(const std::string& directory, const Launch& launch, double timeout_seconds);
+
+  /// Rank 0: waits for the others and hands them `id`, which it returns. Throws Error (kFailure) naming
+  /// the ranks that have not come within the timeout.
+  NcclId publish(const NcclId& id) const;
+  /// Other ranks: the id that rank 0 handed out. Throws Error (kFailure) when it does not in time.
+  NcclId wait() const;
+
+ private:
+  std::string join_path(int rank) const;
+  std::string id_path() const;
+
+  std::string directory_;
+  int rank_;
+  int size_;
+  double timeout_seconds_;
+};
+
+}  // namespace agoq

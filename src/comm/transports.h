@@ -1,0 +1,40 @@
+// The transports, modules beside the program: libagoq_mpi.so and libagoq_nccl.so.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+
+#include "backend/backend.h"
+#include "comm/communicator.h"
+
+namespace agoq {
+
+class MpiTransport {
+ public:
+  virtual ~MpiTransport() = default;
+  /// Initialises MPI at the first call. All ranks that the launcher started; collective.
+  virtual std::unique_ptr<Communicator> world(double timeout_seconds) = 0;
+  /// Ends MPI, where it was initialised: at the regular end of a process, collective. A process that
+  /// fails ends without it, and the launcher ends the others.
+  virtual void leave() = 0;
+};
+
+/// Bytes of an ncclUniqueId.
+using NcclId = std::array<std::byte, 128>;
+
+class NcclTransport {
+ public:
+  virtual ~NcclTransport() = default;
+  virtual NcclId new_id() = 0;
+  /// The group of `size` ranks that got the same id; on the GPU that `backend` computes on. Collective.
+  virtual std::unique_ptr<Communicator> join(const NcclId& id, int rank, int size, Backend& backend,
+                                             double timeout_seconds) = 0;
+};
+
+/// Open the module at the first call. Throw Error (kInput) where the build has none or a library that it
+/// needs is missing.
+MpiTransport& mpi_transport();
+NcclTransport& nccl_transport();
+
+}  // namespace agoq
