@@ -22,6 +22,7 @@ enum class RandomPurpose : std::uint32_t {
   kDataOrder = 6,
   kSampling = 7,
   kTest = 8,
+  kSumRounding = 9,
 };
 
 struct RandomKey {

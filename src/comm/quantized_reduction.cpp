@@ -1,0 +1,264 @@
+#include "comm/quantized_reduction.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/error.h"
+
+namespace agoq {
+namespace {
+
+struct Plane {
+  std::byte* QuantTensor::*memory;
+  std::int64_t RowBytes::*row_bytes;
+};
+constexpr Plane kPlanes[] = {{&QuantTensor::codes, &RowBytes::codes},
+                             {&QuantTensor::bits, &RowBytes::bits},
+                             {&QuantTensor::scales, &RowBytes::scales},
+                             {&QuantTensor::super, &RowBytes::super}};
+
+}  // namespace
+
+std::int64_t slot_rows(std::int64_t rows, int ranks) { return (rows + ranks - 1) / ranks; }
+
+OwnRows own_rows(std::int64_t rows, int ranks, int rank) {
+  const std::int64_t length = slot_rows(rows, ranks);
+  return {std::min(rank * length, rows), std::min((rank + 1) * length, rows)};
+}
+
+std::vector<Bucket> cut_into_buckets(std::span<const BlockGrid> grids,
+                                     std::span<const std::size_t> order, int ranks,
+                                     std::int64_t elements) {
+  check(ranks >= 1 && elements >= 1, "buckets of at least one element are cut for at least one rank");
+  std::vector<Bucket> buckets(1);
+  std::int64_t filled = 0;
+  for (const std::size_t tensor : order) {
+    const BlockGrid& grid = grids[tensor];
+    const std::int64_t rows = slot_rows(grid.rows, ranks);
+    const std::int64_t row_elements = std::max<std::int64_t>(ranks * grid.row_length, 1);
+    for (std::int64_t first = 0; first < rows;) {
+      std::int64_t fitting = (elements - filled) / row_elements;
+      if (fitting < 1 && !buckets.back().empty()) {
+        buckets.emplace_back();
+        filled = 0;
+        continue;
+      }
+      const std::int64_t taken = std::clamp<std::int64_t>(fitting, 1, rows - first);
+      buckets.back().push_back({tensor, first, first + taken});
+      first += taken;
+      filled += taken * row_elements;
+    }
+  }
+  if (buckets.back().empty()) buckets.pop_back();
+  return buckets;
+}
+
+QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
+                                       std::vector<QuantTensor> tensors, std::vector<Bucket> buckets,
+                                       Arena& memory)
+    : ranks_(ranks),
+      backend_(backend),
+      tensors_(std::move(tensors)),
+      buckets_(std::move(buckets)),
+      memory_(memory) {
+  for (const QuantTensor& tensor : tensors_) {
+    slot_rows_.push_back(slot_rows(tensor.rows(), ranks_.size()));
+  }
+  const auto others = static_cast<std::size_t>(ranks_.size() - 1);
+  std::size_t ranges = 0;
+  for (const Bucket& bucket : buckets_) {
+    std::size_t bytes = 0;
+    for (const SlotRows& rows : bucket) {
+      check(rows.tensor < tensors_.size() && 0 <= rows.first && rows.first <= rows.last &&
+                rows.last <= slot_rows_[rows.tensor],
+            "a bucket holds slot rows [{}, {}) of tensor {}, which is not one of the {} tensors or has "
+            "fewer rows",
+            rows.first, rows.last, rows.tensor, tensors_.size());
+      BlockGrid grid = tensors_[rows.tensor].grid;
+      grid.rows = rows.last - rows.first;
+      bytes += others * storage_bytes(tensors_[rows.tensor].format, grid);
+    }
+    staging_bytes_ = std::max(staging_bytes_, bytes);
+    ranges = std::max(ranges, bucket.size());
+  }
+  if (others == 0) return;
+  for (std::byte*& staging : staging_) staging = memory_.take(staging_bytes_);
+  sends_.reserve(ranges * others * std::size(kPlanes));
+  receives_.reserve(ranges * others * std::size(kPlanes));
+  staged_.reserve(ranges * (others + 1));
+  if (memory_.is_measuring()) return;
+  exchanging_ = backend_.side_stream(0);
+  computing_ = backend_.side_stream(1);
+}
+
+QuantTensor QuantizedReduction::rows_of_slot(const SlotRows& rows, int slot) const {
+  const QuantTensor& tensor = tensors_[rows.tensor];
+  const std::int64_t begin = slot * slot_rows_[rows.tensor];
+  return tensor.slice_rows(std::min(begin + rows.first, tensor.rows()),
+                           std::min(begin + rows.last, tensor.rows()));
+}
+
+QuantTensor QuantizedReduction::place_in_slot(const SlotRows& rows, int slot) const {
+  const QuantTensor own = rows_of_slot(rows, ranks_.rank());
+  QuantTensor with_room = tensors_[rows.tensor];
+  with_room.grid.rows = ranks_.size() * slot_rows_[rows.tensor];
+  const std::int64_t begin = slot * slot_rows_[rows.tensor] + rows.first;
+  QuantTensor place = with_room.slice_rows(begin, begin + own.rows());
+  place.first_row = own.first_row;  // of the whole tensor these are the own slot's rows
+  return place;
+}
+
+QuantTensor QuantizedReduction::own_slot(std::size_t tensor) const {
+  return rows_of_slot({tensor, 0, slot_rows_.at(tensor)}, ranks_.rank());
+}
+
+std::vector<QuantTensor> QuantizedReduction::pieces(std::size_t tensor) const {
+  std::vector<QuantTensor> pieces;
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    pieces.push_back(place_in_slot({tensor, 0, slot_rows_.at(tensor)}, rank));
+  }
+  return pieces;
+}
+
+Context QuantizedReduction::on(const Context& main, Stream stream) const {
+  return {backend_, stream, memory_, main.random};
+}
+
+void QuantizedReduction::order(Stream earlier, Stream later) {
+  if (!memory_.is_measuring()) backend_.order(earlier, later);
+}
+
+void QuantizedReduction::lay_out(const Bucket& bucket, std::byte* staging) {
+  staged_.clear();
+  for (const SlotRows& rows : bucket) {
+    const QuantTensor own = rows_of_slot(rows, ranks_.rank());
+    for (int rank = 0; rank < ranks_.size(); ++rank) {
+      if (rank == ranks_.rank()) {
+        staged_.push_back(own);
+        continue;
+      }
+      staged_.push_back(place(own.format, own.grid, staging));
+      staged_.back().first_row = own.first_row;
+      staging += storage_bytes(own.format, own.grid);
+    }
+  }
+}
+
+void QuantizedReduction::add_messages(std::vector<Message>& messages, int peer,
+                                      const QuantTensor& tensor) const {
+  const RowBytes row = row_bytes(tensor.format, tensor.grid);
+  for (const Plane& plane : kPlanes) {
+    const auto bytes = static_cast<std::size_t>(tensor.rows() * row.*plane.row_bytes);
+    if (bytes > 0) messages.push_back({peer, tensor.*plane.memory, bytes});
+  }
+}
+
+void QuantizedReduction::exchange(const Context& context) {
+  ranks_.exchange(context, sends_, receives_);
+  for (const Message& message : sends_) sent_bytes_ += message.bytes;
+}
+
+void QuantizedReduction::send_pieces(const Context& main, const Bucket& bucket) {
+  lay_out(bucket, staging_[next_staging_]);
+  next_staging_ = 1 - next_staging_;
+  sends_.clear();
+  receives_.clear();
+  // Each rank begins with its neighbour: not all with the same one.
+  for (int distance = 1; distance < ranks_.size(); ++distance) {
+    const int to = (ranks_.rank() + distance) % ranks_.size();
+    const int from = (ranks_.rank() + ranks_.size() - distance) % ranks_.size();
+    for (std::size_t range = 0; range < bucket.size(); ++range) {
+      add_messages(sends_, to, rows_of_slot(bucket[range], to));
+      add_messages(
+          receives_, from,
+          staged_[range * static_cast<std::size_t>(ranks_.size()) + static_cast<std::size_t>(from)]);
+    }
+  }
+  order(main.stream, exchanging_);
+  exchange(on(main, exchanging_));
+  // The sums read what came. The next exchange of pieces fills the staging of the bucket before this
+  // one, whose sums have been queued: they come before whatever is exchanged from here on.
+  order(exchanging_, computing_);
+  order(computing_, exchanging_);
+}
+
+void QuantizedReduction::send_sums(const Context& main, const Bucket& bucket) {
+  sends_.clear();
+  receives_.clear();
+  for (int distance = 1; distance < ranks_.size(); ++distance) {
+    const int to = (ranks_.rank() + distance) % ranks_.size();
+    const int from = (ranks_.rank() + ranks_.size() - distance) % ranks_.size();
+    for (const SlotRows& rows : bucket) {
+      add_messages(sends_, to, rows_of_slot(rows, ranks_.rank()));
+      add_messages(receives_, from, rows_of_slot(rows, from));
+    }
+  }
+  exchange(on(main, exchanging_));
+}
+
+void QuantizedReduction::send_sums_that_wait(const Context& main) {
+  if (!sum_waits_) return;
+  send_sums(main, buckets_[*sum_waits_]);
+  sum_waits_.reset();
+}
+
+void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, const Tensor& counters) {
+  if (ranks_.size() == 1) return;
+  const Bucket& ranges = buckets_.at(bucket);
+  send_pieces(main, ranges);
+  send_sums_that_wait(main);
+  const Context computing = on(main, computing_);
+  const auto ranks = static_cast<std::size_t>(ranks_.size());
+  for (std::size_t range = 0; range < ranges.size(); ++range) {
+    const std::span<const QuantTensor> pieces(&staged_[range * ranks], ranks);
+    const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
+    if (own.rows() == 0) continue;
+    const std::size_t tensor = ranges[range].tensor;
+    const auto row = static_cast<std::int64_t>(tensor);
+    backend_.add_pieces(
+        computing, pieces, own,
+        main.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(tensor)),
+        counters ? counters.slice_rows(row, row + 1) : Tensor{});
+  }
+  sum_waits_ = bucket;
+}
+
+void QuantizedReduction::scatter(const Context& main, std::size_t bucket) {
+  if (ranks_.size() == 1) return;
+  const Bucket& ranges = buckets_.at(bucket);
+  send_pieces(main, ranges);
+  send_sums_that_wait(main);
+  const Context computing = on(main, computing_);
+  const auto ranks = static_cast<std::size_t>(ranks_.size());
+  for (std::size_t range = 0; range < ranges.size(); ++range) {
+    for (int rank = 0; rank < ranks_.size(); ++rank) {
+      if (rank == ranks_.rank()) continue;
+      const QuantTensor& staged = staged_[range * ranks + static_cast<std::size_t>(rank)];
+      const QuantTensor place = place_in_slot(ranges[range], rank);
+      const RowBytes row = row_bytes(staged.format, staged.grid);
+      for (const Plane& plane : kPlanes) {
+        const Shape bytes{staged.rows() * row.*plane.row_bytes};
+        if (bytes.count() == 0) continue;
+        backend_.copy(computing, {staged.*plane.memory, ElementType::kUint8, bytes},
+                      {place.*plane.memory, ElementType::kUint8, bytes});
+      }
+    }
+  }
+}
+
+void QuantizedReduction::gather(const Context& main, std::size_t bucket) {
+  if (ranks_.size() == 1) return;
+  order(main.stream, exchanging_);
+  order(computing_, exchanging_);
+  send_sums_that_wait(main);
+  send_sums(main, buckets_.at(bucket));
+}
+
+void QuantizedReduction::finish(const Context& main) {
+  if (ranks_.size() == 1) return;
+  order(computing_, exchanging_);
+  send_sums_that_wait(main);
+  order(exchanging_, main.stream);
+}
+
+}  // namespace agoq

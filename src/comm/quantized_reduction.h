@@ -1,0 +1,127 @@
+// QuantizedReduction: sums of quantised tensors over the ranks (QuanGrad's all-reduce), in buckets.
+//
+//   sum = quantised(piece of rank 0 + piece of rank 1 + ...)     FP32, in rank order
+//
+// Layout. Of W ranks, rank r owns slot r of every tensor: its rows [r c, min((r + 1) c, rows)) with
+// c = ceil(rows / W). A bucket is a list of ranges of slot rows: of each range, every slot's rows are
+// reduced together. Blocks never cross rows, so the result does not depend on the buckets.
+//
+//   all_reduce   1  slot p of this rank's piece goes to rank p; the W - 1 pieces of the own slot that
+//                   come are staged, the own one stays where it is
+//                2  own slot = quantised sum of its W pieces
+//                3  the own slot goes to every rank, into its place
+//   scatter      1 only, and what comes takes the place of what went: slot s then holds rank s's piece
+//   of
+//                the own slot
+//   gather       3 only
+//
+// Steps 1 and 3 run on one side stream, 2 on another, with two sets of staging: step 2 of a bucket runs
+// beside step 1 of the next, and step 3 follows that. What the main stream had queued at a call comes
+// before it; finish() makes the main stream wait for all.
+//
+// Every rank makes the same calls in the same order. Nothing is allocated after construction.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "backend/backend.h"
+#include "comm/communicator.h"
+#include "quant/quant_tensor.h"
+
+namespace agoq {
+
+/// Rows [first, last) of every rank's slot of a tensor.
+struct SlotRows {
+  std::size_t tensor = 0;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+
+  bool operator==(const SlotRows&) const = default;
+};
+using Bucket = std::vector<SlotRows>;
+
+/// Rows of a slot: ceil(rows / ranks). The last slots may have fewer, or none.
+std::int64_t slot_rows(std::int64_t rows, int ranks);
+
+/// Rows [first, last) that are rank `rank`'s own.
+struct OwnRows {
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+};
+OwnRows own_rows(std::int64_t rows, int ranks, int rank);
+
+/// All slot rows of the tensors `order`, one after the other, in buckets of about `elements` elements
+/// over all slots: as many rows as fit, at least one.
+std::vector<Bucket> cut_into_buckets(std::span<const BlockGrid> grids,
+                                     std::span<const std::size_t> order, int ranks,
+                                     std::int64_t elements);
+
+class QuantizedReduction {
+ public:
+  /// Of `tensors`, in `buckets`. What it needs it takes from `memory` now: staging for two buckets; on
+  /// top of that, operations take their workspace there. With `memory` measuring, the calls measure.
+  ///
+  /// Tensors that are scattered have room for ranks x slot_rows(rows) rows: they were placed with so
+  /// many, and are given here with their own number of rows.
+  QuantizedReduction(Communicator& ranks, Backend& backend, std::vector<QuantTensor> tensors,
+                     std::vector<Bucket> buckets, Arena& memory);
+
+  std::size_t buckets() const { return buckets_.size(); }
+  const Bucket& bucket(std::size_t index) const { return buckets_.at(index); }
+  /// Of the two sets of staging.
+  std::size_t staging_bytes() const { return 2 * staging_bytes_; }
+  /// What this rank has sent since construction.
+  std::size_t sent_bytes() const { return sent_bytes_; }
+
+  /// Queues a bucket's all-reduce. counters: optional, int64 [tensors, kQuantCounters], added to for the
+  /// own slot; see Backend::quantize. Stochastic rounding is keyed by main.random and the tensor's
+  /// index.
+  void all_reduce(const Context& main, std::size_t bucket, const Tensor& counters);
+  void scatter(const Context& main, std::size_t bucket);
+  void gather(const Context& main, std::size_t bucket);
+  /// What is queued on the main stream from now on comes after all of the above.
+  void finish(const Context& main);
+
+  /// After scatter: the pieces of the own slot's rows of a tensor, in rank order.
+  std::vector<QuantTensor> pieces(std::size_t tensor) const;
+  /// The own slot's rows of a tensor.
+  QuantTensor own_slot(std::size_t tensor) const;
+
+ private:
+  /// Rows [first, last) of slot `slot`, cut off at the tensor's end.
+  QuantTensor rows_of_slot(const SlotRows& rows, int slot) const;
+  /// The place of a piece of the own slot's rows in slot `slot`.
+  QuantTensor place_in_slot(const SlotRows& rows, int slot) const;
+  Context on(const Context& main, Stream stream) const;
+  void order(Stream earlier, Stream later);
+  /// The place in `staging` of every range's pieces, of every rank but the own.
+  void lay_out(const Bucket& bucket, std::byte* staging);
+  /// Steps 1 to 3.
+  void send_pieces(const Context& main, const Bucket& bucket);
+  void send_sums(const Context& main, const Bucket& bucket);
+  void send_sums_that_wait(const Context& main);
+  void exchange(const Context& context);
+  void add_messages(std::vector<Message>& messages, int peer, const QuantTensor& tensor) const;
+
+  Communicator& ranks_;
+  Backend& backend_;
+  std::vector<QuantTensor> tensors_;
+  std::vector<std::int64_t> slot_rows_;
+  std::vector<Bucket> buckets_;
+  Arena& memory_;
+  std::size_t staging_bytes_ = 0;  // of one set
+  std::byte* staging_[2] = {nullptr, nullptr};
+  int next_staging_ = 0;
+  Stream exchanging_, computing_;
+  std::optional<std::size_t> sum_waits_;  // the bucket whose step 3 is not queued yet
+  std::size_t sent_bytes_ = 0;
+  // Kept from call to call: nothing is allocated inside a step.
+  std::vector<Message> sends_, receives_;
+  std::vector<QuantTensor> staged_;  // range by range, rank by rank
+};
+
+}  // namespace agoq
