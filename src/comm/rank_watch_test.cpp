@@ -1,0 +1,300 @@
+// Ranks here are processes that the test forks, kills and stops; what they print is read from a file.
+#include "comm/rank_watch.h"
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <thread>
+
+#include "core/temporary_folder.h"
+
+namespace agoq {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void sleep(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+/// Memory that forked processes share.
+struct Shared {
+  static constexpr int kMostRanks = 8;
+  static constexpr std::size_t kLongest = 4096;
+  pthread_barrier_t barrier;
+  std::byte slots[kMostRanks][kLongest];
+};
+
+/// Gathers through shared memory: all that RankWatch asks of a communicator.
+class ForkedRanks : public Communicator {
+ public:
+  ForkedRanks(Shared& shared, int rank, int size) : shared_(shared), rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string description() const override { return "forked processes"; }
+  void exchange(const Context&, std::span<const Message>, std::span<const Message>) override { none(); }
+  void all_reduce(const Context&, const Tensor&) override { none(); }
+  void reduce_scatter(const Context&, const Tensor&, std::span<const std::int64_t>) override { none(); }
+  std::unique_ptr<Communicator> split(int, int) override { none(); }
+  void gather(const void* mine, void* all, std::size_t bytes) override {
+    check(bytes <= Shared::kLongest, "{} bytes are too many", bytes);
+    std::memcpy(shared_.slots[rank_], mine, bytes);
+    pthread_barrier_wait(&shared_.barrier);
+    for (int r = 0; r < size_; ++r) {
+      std::memcpy(static_cast<std::byte*>(all) + static_cast<std::size_t>(r) * bytes, shared_.slots[r],
+                  bytes);
+    }
+    pthread_barrier_wait(&shared_.barrier);
+  }
+
+ private:
+  [[noreturn]] static void none() { fail("only gather is there"); }
+
+  Shared& shared_;
+  int rank_;
+  int size_;
+};
+
+/// Processes that run `body` as the ranks of a group. A body that returns ends its process with status
+/// 0, one that throws with 7.
+class Processes {
+ public:
+  template <typename Body>
+  Processes(int size, Body body) {
+    shared_ = static_cast<Shared*>(
+        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    pthread_barrierattr_t attributes;
+    pthread_barrierattr_init(&attributes);
+    pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(&shared_->barrier, &attributes, static_cast<unsigned>(size));
+    std::fflush(nullptr);
+    for (int rank = 0; rank < size; ++rank) {
+      const pid_t pid = fork();
+      if (pid == 0) {
+        [[maybe_unused]] FILE* const stream = freopen(folder_.path("stderr").c_str(), "a", stderr);
+        int status = 0;
+        try {
+          ForkedRanks group(*shared_, rank, size);
+          body(group);
+        } catch (const std::exception& error) {
+          std::fprintf(stderr, "exception: %s\n", error.what());
+          status = 7;
+        }
+        std::fflush(nullptr);
+        _exit(status);
+      }
+      pids_.push_back(pid);
+    }
+  }
+  ~Processes() {
+    for (const pid_t pid : pids_) {
+      if (pid == 0) continue;
+      kill(pid, SIGKILL);
+      waitpid(pid, nullptr, 0);
+    }
+    munmap(shared_, sizeof(Shared));
+  }
+  Processes(const Processes&) = delete;
+  Processes& operator=(const Processes&) = delete;
+
+  pid_t pid(int rank) const { return pids_[static_cast<std::size_t>(rank)]; }
+  void send(int rank, int signal) const { kill(pid(rank), signal); }
+
+  /// Waits for the ranks' ends. Exit status of each; -signal if one ended it; nothing for one that has
+  /// not ended within `seconds`.
+  std::vector<std::optional<int>> wait(double seconds) {
+    std::vector<std::optional<int>> statuses(pids_.size());
+    const Clock::time_point start = Clock::now();
+    for (;;) {
+      bool running = false;
+      for (std::size_t r = 0; r < pids_.size(); ++r) {
+        if (pids_[r] == 0) continue;
+        int status = 0;
+        if (waitpid(pids_[r], &status, WNOHANG) == pids_[r]) {
+          statuses[r] = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+          pids_[r] = 0;
+        } else {
+          running = true;
+        }
+      }
+      if (!running || seconds_since(start) > seconds) return statuses;
+      sleep(0.005);
+    }
+  }
+  std::string printed() const {
+    std::ifstream file(folder_.path("stderr"));
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+
+ private:
+  TemporaryFolder folder_;
+  Shared* shared_ = nullptr;
+  std::vector<pid_t> pids_;
+};
+
+using Statuses = std::vector<std::optional<int>>;
+
+constexpr double kTimeout = 3;
+const RankWatchOptions kOptions{kTimeout, "resume"};
+
+/// Watches, and computes without end.
+void compute(Communicator& group) {
+  RankWatch watch(group, kOptions);
+  watch.doing("forward of step {}", 10 + group.rank());
+  for (;;) pause();
+}
+
+void expect_one_line(const std::string& printed, const std::vector<std::string>& parts) {
+  EXPECT_EQ(printed.rfind("agoq: ", 0), 0u) << printed;
+  EXPECT_EQ(printed.find('\n'), printed.size() - 1) << printed;
+  for (const std::string& part : parts) EXPECT_NE(printed.find(part), std::string::npos) << printed;
+}
+
+TEST(RankWatch, LetsRanksEndAtDifferentTimes) {
+  for (const int last : {0, 2}) {
+    Processes processes(3, [last](Communicator& group) {
+      RankWatch watch(group, {0.5, ""});
+      // Far beyond the timeout, with the main thread busy.
+      if (group.rank() == last) sleep(1.2);
+    });
+    EXPECT_EQ(processes.wait(20), (Statuses{0, 0, 0}));
+    EXPECT_EQ(processes.printed(), "");
+  }
+}
+
+TEST(RankWatch, NoticesAKilledRankAtOnce) {
+  for (const int killed : {1, 3}) {
+    Processes processes(4, compute);
+    sleep(1);  // longer than a sign of life takes
+    const pid_t pid = processes.pid(killed);
+    const Clock::time_point start = Clock::now();
+    processes.send(killed, SIGKILL);
+    Statuses expected(4, 1);
+    expected[static_cast<std::size_t>(killed)] = -SIGKILL;
+    EXPECT_EQ(processes.wait(20), expected);
+    EXPECT_LT(seconds_since(start), kTimeout / 2);
+    expect_one_line(processes.printed(),
+                    {fmt::format("rank {} of 4 (host ", killed), fmt::format("pid {})", pid), "is gone",
+                     fmt::format("forward of step {}", 10 + killed), "all ranks end: resume"});
+  }
+}
+
+TEST(RankWatch, NoticesAStoppedRankWithinTheTimeout) {
+  Processes processes(4, compute);
+  sleep(1);
+  const Clock::time_point start = Clock::now();
+  processes.send(2, SIGSTOP);
+  Statuses expected(4, 1);
+  expected[2] = std::nullopt;  // the launcher kills it
+  EXPECT_EQ(processes.wait(kTimeout), expected);
+  EXPECT_GT(seconds_since(start), 0.7 * kTimeout);
+  expect_one_line(processes.printed(),
+                  {"rank 2 of 4 (host ", "no sign of life for", "forward of step 12"});
+  // Were it to go on, it would find itself alone.
+  processes.send(2, SIGCONT);
+  EXPECT_EQ(processes.wait(20)[2], 1);
+}
+
+TEST(RankWatch, NoticesThatRank0IsGone) {
+  for (const int signal : {SIGKILL, SIGSTOP}) {
+    Processes processes(3, compute);
+    sleep(1);
+    const Clock::time_point start = Clock::now();
+    processes.send(0, signal);
+    const Statuses statuses = processes.wait(kTimeout);
+    EXPECT_LE(seconds_since(start), kTimeout + 0.1);
+    EXPECT_EQ(statuses[1], 1);
+    EXPECT_EQ(statuses[2], 1);
+    const std::string printed = processes.printed();
+    EXPECT_NE(printed.find("rank 0 of 3 (host "), std::string::npos) << printed;
+    EXPECT_NE(printed.find("forward of step 10"), std::string::npos) << printed;
+  }
+}
+
+TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
+  for (const int failing : {0, 2}) {
+    Processes processes(3, [failing](Communicator& group) {
+      RankWatch watch(group, kOptions);
+      watch.doing("saving step 10");
+      if (group.rank() != failing) compute(group);
+      sleep(0.5);
+      watch.fail("the disk\nis full", 2);
+    });
+    EXPECT_EQ(processes.wait(20), Statuses(3, 2));
+    expect_one_line(processes.printed(), {fmt::format("rank {} of 3 (host ", failing),
+                                          "in saving step 10: the disk is full"});
+  }
+}
+
+TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
+  Processes processes(4, [](Communicator& group) {
+    RankWatch watch(group, kOptions);
+    watch.fail("the loss is NaN", 1);
+  });
+  EXPECT_EQ(processes.wait(20), Statuses(4, 1));
+  expect_one_line(processes.printed(), {"the loss is NaN"});
+}
+
+TEST(RankWatch, ARankThatAnExceptionUnwindsHasFailed) {
+  Processes processes(3, [](Communicator& group) {
+    RankWatch watch(group, kOptions);
+    if (group.rank() == 1) fail("a failure");
+    for (;;) pause();
+  });
+  EXPECT_EQ(processes.wait(20), Statuses(3, 1));
+  expect_one_line(processes.printed(), {"rank 1 of 3 ", "ended by an error"});
+}
+
+TEST(RankWatch, AfterAHaltOfAllRanksNobodyIsLost) {
+  Processes processes(3, [](Communicator& group) {
+    RankWatch watch(group, {1, ""});
+    sleep(3);
+  });
+  sleep(0.5);
+  for (const int rank : {0, 1, 2}) processes.send(rank, SIGSTOP);
+  sleep(1.5);
+  for (const int rank : {0, 1, 2}) processes.send(rank, SIGCONT);
+  EXPECT_EQ(processes.wait(20), (Statuses{0, 0, 0}));
+  EXPECT_EQ(processes.printed(), "");
+}
+
+TEST(RankWatch, AGroupOfOneAndNoTimeoutNeedNoWatch) {
+  const std::unique_ptr<Communicator> one = single_rank();
+  RankWatch watch(*one, {});
+  watch.doing("step {}", 1);
+  watch.fail("returns", 1);
+  Processes processes(2, [](Communicator& group) {
+    RankWatch unwatched(group, {0, ""});
+    unwatched.doing("step {}", 1);
+    unwatched.fail("returns", 1);
+    if (group.rank() == 1) kill(getpid(), SIGKILL);
+    sleep(0.2);
+  });
+  EXPECT_EQ(processes.wait(20), (Statuses{0, -SIGKILL}));
+  EXPECT_EQ(processes.printed(), "");
+  EXPECT_THROW(RankWatch(*one, {-1, ""}), Error);
+}
+
+TEST(RankWatch, CutsALongActivity) {
+  Processes processes(2, [](Communicator& group) {
+    RankWatch watch(group, kOptions);
+    watch.doing("{}", std::string(300, 'x'));
+    sleep(0.7);
+    if (group.rank() == 1) _exit(0);  // without a goodbye
+    for (;;) pause();
+  });
+  EXPECT_EQ(processes.wait(20), (Statuses{1, 0}));
+  expect_one_line(processes.printed(), {"last in " + std::string(95, 'x') + "; all"});
+}
+
+}  // namespace
+}  // namespace agoq

@@ -1,0 +1,281 @@
+// What every Communicator promises, on the ranks that this program was started with.
+#include "comm/communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "backend/backend.h"
+#include "core/random.h"
+#include "core/small_float.h"
+#include "ranks/ranks.h"
+
+namespace agoq {
+namespace {
+
+/// Byte i of the n-th message from one rank to another.
+std::byte content(int from, int to, std::size_t n, std::size_t i) {
+  const std::size_t mixed =
+      static_cast<std::size_t>(from) * 7 + static_cast<std::size_t>(to) * 31 + n * 13 + i + (i >> 8) * 5;
+  return static_cast<std::byte>(mixed & 0xFF);
+}
+
+constexpr std::byte kUntouched{0xA5};
+
+/// Messages of the given sizes between each two ranks of `group`, in both directions.
+void expect_exchanged(Communicator& group, const std::vector<std::size_t>& sizes) {
+  const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
+  const auto others = static_cast<std::size_t>(group.size() - 1);
+  std::vector<std::byte> sent(total * others), received(total * others, kUntouched);
+  std::vector<Message> sends, receives;
+  std::size_t at = 0;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer == group.rank()) continue;
+    for (std::size_t n = 0; n < sizes.size(); ++n) {
+      for (std::size_t i = 0; i < sizes[n]; ++i) sent[at + i] = content(group.rank(), peer, n, i);
+      sends.push_back({peer, sent.data() + at, sizes[n]});
+      receives.push_back({peer, received.data() + at, sizes[n]});
+      at += sizes[n];
+    }
+  }
+  group.exchange(rank_context(), sends, receives);
+  for (std::size_t m = 0; m < receives.size(); ++m) {
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < receives[m].bytes; ++i) {
+      const std::byte expected = content(receives[m].peer, group.rank(), m % sizes.size(), i);
+      wrong += receives[m].memory[i] == expected ? 0 : 1;
+    }
+    EXPECT_EQ(wrong, 0u) << "of " << receives[m].bytes << " bytes from rank " << receives[m].peer;
+  }
+}
+
+TEST(Communicator, KnowsItsRanks) {
+  const std::vector<int> numbers = ranks().gather_values(ranks().rank());
+  ASSERT_EQ(static_cast<int>(numbers.size()), ranks().size());
+  for (int r = 0; r < ranks().size(); ++r) EXPECT_EQ(numbers[static_cast<std::size_t>(r)], r);
+  for (const std::string& text : ranks().gather_texts(ranks().description())) {
+    EXPECT_EQ(text, ranks().description());
+  }
+}
+
+TEST(Communicator, ExchangesMessagesOfAnySizeInOrder) {
+  expect_exchanged(ranks(), {1});
+  expect_exchanged(ranks(), {0});
+  expect_exchanged(ranks(), {});
+  // Around the sizes at which MPI changes its protocol, and several messages per pair.
+  expect_exchanged(ranks(), {3, 0, 4096, 1, 65537, 4096});
+  expect_exchanged(ranks(), {std::size_t{3} << 20});
+}
+
+TEST(Communicator, ExchangesBetweenSomeRanksOnly) {
+  // Around the ring, to one side.
+  if (ranks().size() == 1) return;
+  const int next = (ranks().rank() + 1) % ranks().size();
+  const int previous = (ranks().rank() + ranks().size() - 1) % ranks().size();
+  std::vector<std::byte> mine(1000), got(1000, kUntouched);
+  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = content(ranks().rank(), next, 0, i);
+  const Message send{next, mine.data(), mine.size()};
+  const Message receive{previous, got.data(), got.size()};
+  ranks().exchange(rank_context(), {&send, 1}, {&receive, 1});
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(got[i], content(previous, ranks().rank(), 0, i)) << i;
+  }
+  // From all to rank 0: the others receive nothing.
+  std::vector<std::byte> collected(static_cast<std::size_t>(ranks().size()) * 10);
+  std::vector<Message> sends, receives;
+  if (ranks().rank() == 0) {
+    for (int r = 1; r < ranks().size(); ++r) receives.push_back({r, collected.data() + 10 * r, 10});
+  } else {
+    for (std::size_t i = 0; i < 10; ++i) mine[i] = content(ranks().rank(), 0, 1, i);
+    sends.push_back({0, mine.data(), 10});
+  }
+  ranks().exchange(rank_context(), sends, receives);
+  for (const Message& message : receives) {
+    for (std::size_t i = 0; i < 10; ++i) ASSERT_EQ(message.memory[i], content(message.peer, 0, 1, i));
+  }
+}
+
+TEST(Communicator, RefusesMessagesToItselfAndToNobody) {
+  std::byte memory{};
+  for (const int peer : {ranks().rank(), -1, ranks().size()}) {
+    const Message message{peer, &memory, 1};
+    EXPECT_THROW(ranks().exchange(rank_context(), {&message, 1}, {}), Error) << peer;
+    EXPECT_THROW(ranks().exchange(rank_context(), {}, {&message, 1}), Error) << peer;
+  }
+  ranks().barrier();
+}
+
+/// Element i of what rank r adds.
+double addend(int r, std::int64_t i) {
+  RandomKey key;
+  key.tensor = static_cast<std::uint32_t>(r);
+  return random_normal(key, static_cast<std::uint64_t>(i));
+}
+
+void set(const Tensor& x, std::int64_t i, double value) {
+  switch (x.type) {
+    case ElementType::kFp64: x.as<double>()[i] = value; break;
+    case ElementType::kFp32: x.as<float>()[i] = static_cast<float>(value); break;
+    default: x.as<Bf16>()[i] = to_bf16(static_cast<float>(value));
+  }
+}
+double get(const Tensor& x, std::int64_t i) {
+  switch (x.type) {
+    case ElementType::kFp64: return x.as<double>()[i];
+    case ElementType::kFp32: return static_cast<double>(x.as<float>()[i]);
+    default: return static_cast<double>(to_float(x.as<Bf16>()[i]));
+  }
+}
+/// Relative error of rounding to nearest.
+double unit_roundoff(ElementType type) {
+  switch (type) {
+    case ElementType::kFp64: return std::ldexp(1.0, -53);
+    case ElementType::kFp32: return std::ldexp(1.0, -24);
+    default: return std::ldexp(1.0, -8);
+  }
+}
+
+/// |x[i] - sum| is at most size - 1 roundings of a partial sum, each at most the sum of the magnitudes.
+void expect_sums(const Tensor& x, std::int64_t first, std::int64_t last) {
+  const double u = unit_roundoff(x.type);
+  const Tensor rounded = rank_context().workspace.take(x.type, Shape{1});
+  for (std::int64_t i = first; i < last; ++i) {
+    long double sum = 0, magnitude = 0;
+    for (int r = 0; r < ranks().size(); ++r) {
+      set(rounded, 0, addend(r, i));
+      sum += get(rounded, 0);
+      magnitude += std::abs(get(rounded, 0));
+    }
+    const auto bound =
+        static_cast<double>(magnitude) * u * (ranks().size() - 1) * (1 + ranks().size() * u);
+    ASSERT_NEAR(get(x, i), static_cast<double>(sum), bound) << "element " << i << " of " << x.count();
+  }
+}
+
+Tensor addends(ElementType type, std::int64_t count) {
+  const Tensor x = rank_context().workspace.take(type, Shape{count});
+  for (std::int64_t i = 0; i < count; ++i) set(x, i, addend(ranks().rank(), i));
+  return x;
+}
+
+TEST(Communicator, AllReducesToTheSameBitsOnEveryRank) {
+  for (const ElementType type : {ElementType::kFp32, ElementType::kBf16, ElementType::kFp64}) {
+    // Around the sizes at which MPI changes its algorithm.
+    for (const std::int64_t count : {0, 1, 7, 1000, 100003}) {
+      SCOPED_TRACE(fmt::format("{} {}", count, name_of(type)));
+      const Arena::Scope scope(rank_context().workspace);
+      const Tensor x = addends(type, count);
+      ranks().all_reduce(rank_context(), x);
+      expect_sums(x, 0, count);
+      const std::string mine(reinterpret_cast<const char*>(x.data), x.bytes());
+      for (const std::string& theirs : ranks().gather_texts(mine)) EXPECT_TRUE(theirs == mine);
+    }
+  }
+}
+
+TEST(Communicator, ReduceScattersPartsOfUnequalSize) {
+  for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
+    for (const bool some_empty : {false, true}) {
+      SCOPED_TRACE(name_of(type));
+      const Arena::Scope scope(rank_context().workspace);
+      std::vector<std::int64_t> counts;
+      for (int r = 0; r < ranks().size(); ++r) {
+        counts.push_back(some_empty && r % 2 == 1 ? 0 : 1000 + 37 * r);
+      }
+      const auto rank = static_cast<std::ptrdiff_t>(ranks().rank());
+      const std::int64_t first = std::accumulate(counts.begin(), counts.begin() + rank, std::int64_t{0});
+      const Tensor x = addends(type, std::accumulate(counts.begin(), counts.end(), std::int64_t{0}));
+      ranks().reduce_scatter(rank_context(), x, counts);
+      expect_sums(x, first, first + counts[static_cast<std::size_t>(rank)]);
+    }
+  }
+}
+
+TEST(Communicator, RefusesSumsItCannotMake) {
+  const Arena::Scope scope(rank_context().workspace);
+  const Tensor integers = rank_context().workspace.take(ElementType::kInt32, Shape{4});
+  EXPECT_THROW(ranks().all_reduce(rank_context(), integers), Error);
+  const Tensor x = rank_context().workspace.take(ElementType::kFp32, Shape{4});
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(ranks().size()), 0);
+  counts[0] = 3;
+  EXPECT_THROW(ranks().reduce_scatter(rank_context(), x, counts), Error);
+  counts[0] = 4;
+  counts.push_back(0);
+  EXPECT_THROW(ranks().reduce_scatter(rank_context(), x, counts), Error);
+  ranks().barrier();
+}
+
+TEST(Communicator, GathersValuesAndTexts) {
+  struct Pair {
+    double value;
+    int rank;
+  };
+  const std::vector<Pair> pairs = ranks().gather_values(Pair{0.5 * ranks().rank(), ranks().rank()});
+  for (int r = 0; r < ranks().size(); ++r) {
+    EXPECT_EQ(pairs[static_cast<std::size_t>(r)].value, 0.5 * r);
+    EXPECT_EQ(pairs[static_cast<std::size_t>(r)].rank, r);
+  }
+  // Of different lengths, rank 0's empty; with a zero in it.
+  const auto text_of = [](int r) {
+    std::string text(static_cast<std::size_t>(1000 * r), static_cast<char>('a' + r));
+    if (r > 1) text[5] = '\0';
+    return text;
+  };
+  const std::vector<std::string> texts = ranks().gather_texts(text_of(ranks().rank()));
+  ASSERT_EQ(static_cast<int>(texts.size()), ranks().size());
+  for (int r = 0; r < ranks().size(); ++r) EXPECT_EQ(texts[static_cast<std::size_t>(r)], text_of(r));
+  for (const std::string& text : ranks().gather_texts("")) EXPECT_EQ(text, "");
+}
+
+TEST(Communicator, SplitsIntoGroups) {
+  for (const int parts : {1, 2, 3}) {
+    SCOPED_TRACE(fmt::format("{} groups", parts));
+    const int colour = ranks().rank() % parts;
+    const std::unique_ptr<Communicator> group = ranks().split(colour, ranks().rank());
+    EXPECT_EQ(group->size(), (ranks().size() - colour + parts - 1) / parts);
+    EXPECT_EQ(group->rank(), ranks().rank() / parts);
+    const std::vector<int> members = group->gather_values(ranks().rank());
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      EXPECT_EQ(members[i], colour + static_cast<int>(i) * parts);
+    }
+    expect_exchanged(*group, {100, 70000});
+    const Arena::Scope scope(rank_context().workspace);
+    const Tensor x = rank_context().workspace.take(ElementType::kFp64, Shape{1});
+    x.as<double>()[0] = 1 << ranks().rank();
+    group->all_reduce(rank_context(), x);
+    double expected = 0;
+    for (const int member : members) expected += 1 << member;
+    EXPECT_EQ(x.as<double>()[0], expected);
+  }
+}
+
+TEST(Communicator, OrdersAGroupByItsKeys) {
+  const std::unique_ptr<Communicator> reversed = ranks().split(0, -ranks().rank());
+  EXPECT_EQ(reversed->rank(), ranks().size() - 1 - ranks().rank());
+  const std::vector<int> members = reversed->gather_values(ranks().rank());
+  EXPECT_EQ(members.front(), ranks().size() - 1);
+  EXPECT_EQ(members.back(), 0);
+}
+
+TEST(Communicator, ExchangesNothingOnAMeasuringContext) {
+  Arena measuring = Arena::measuring("plan");
+  const Context context{cpu_backend(), {}, measuring, {}};
+  const Tensor x = measuring.take(ElementType::kFp32, Shape{1000});
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(ranks().size()), 0);
+  counts[0] = 1000;
+  // Rank 0 alone: were anything exchanged, it would wait for the others, or touch memory that is none.
+  if (ranks().rank() == 0) {
+    ranks().all_reduce(context, x);
+    ranks().reduce_scatter(context, x, counts);
+    if (ranks().size() > 1) {
+      const Message message{1, x.data, 4000};
+      ranks().exchange(context, {&message, 1}, {&message, 1});
+    }
+  }
+  ranks().barrier();
+}
+
+}  // namespace
+}  // namespace agoq
