@@ -22,13 +22,47 @@ class SingleRank : public Communicator {
   void reduce_scatter(const Context&, const Tensor& x, std::span<const std::int64_t> counts) override {
     expect_parts(*this, x, counts);
   }
-  void gather(const void* mine, void* all, std::size_t bytes) override {
-    std::memcpy(all, mine, bytes);
-  }
+  void gather(const void* mine, void* all, std::size_t bytes) override { std::memcpy(all, mine, bytes); }
   std::unique_ptr<Communicator> split(int, int) override { return single_rank(); }
 };
 
+class PlannedRanks : public Communicator {
+ public:
+  explicit PlannedRanks(int size) : size_(size) {}
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  std::string description() const override { return "planned ranks"; }
+  void exchange(const Context& context, std::span<const Message> sends,
+                std::span<const Message> receives) override {
+    expect_messages(*this, sends, receives);
+    expect_measuring(context);
+  }
+  void all_reduce(const Context& context, const Tensor& x) override {
+    expect_summable("all_reduce", x);
+    expect_measuring(context);
+  }
+  void reduce_scatter(const Context& context, const Tensor& x,
+                      std::span<const std::int64_t> counts) override {
+    expect_parts(*this, x, counts);
+    expect_measuring(context);
+  }
+  void gather(const void* mine, void* all, std::size_t bytes) override {
+    for (int r = 0; r < size_; ++r) {
+      std::memcpy(static_cast<std::byte*>(all) + static_cast<std::size_t>(r) * bytes, mine, bytes);
+    }
+  }
+  std::unique_ptr<Communicator> split(int, int) override { return planned_ranks(size_); }
+
+ private:
+  static void expect_measuring(const Context& context) {
+    check(context.workspace.is_measuring(), "planned ranks exchange nothing: launch the ranks");
+  }
+  int size_;
+};
+
 }  // namespace
+
+std::unique_ptr<Communicator> planned_ranks(int size) { return std::make_unique<PlannedRanks>(size); }
 
 std::vector<std::string> Communicator::gather_texts(const std::string& mine) {
   const std::vector<std::size_t> lengths = gather_values(mine.size());

@@ -38,11 +38,12 @@ class Communicator {
   virtual std::string description() const = 0;  // "Open MPI 4.1.4", "NCCL 2.28.9", "one rank"
 
   /// Sends and receives together, like one group of NCCL's. Between two ranks the n-th message sent is
-  /// the n-th received, of the same size. Memory received into overlaps no other message. Not to oneself.
+  /// the n-th received, of the same size. Memory received into overlaps no other message. Not to
+  /// oneself.
   virtual void exchange(const Context&, std::span<const Message> sends,
                         std::span<const Message> receives) = 0;
-  /// x = the library's sum of x over the ranks, in x's element type: fp32, bf16 or fp64. The order of the
-  /// sum is the library's; all ranks get the same bits.
+  /// x = the library's sum of x over the ranks, in x's element type: fp32, bf16 or fp64. The order of
+  /// the sum is the library's; all ranks get the same bits.
   virtual void all_reduce(const Context&, const Tensor& x) = 0;
   /// Of x, seen as one part per rank with counts[r] elements, the rank's own part becomes the library's
   /// sum over the ranks; the others hold anything afterwards.  x fp32 or bf16.
@@ -71,5 +72,9 @@ class Communicator {
 
 /// A group of one rank.
 std::unique_ptr<Communicator> single_rank();
+
+/// Rank 0 of a group that is not there, for plans: exchanges nothing on measuring contexts, refuses
+/// others, and gathers its own values from every rank.
+std::unique_ptr<Communicator> planned_ranks(int size);
 
 }  // namespace agoq

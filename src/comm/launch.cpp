@@ -37,16 +37,18 @@ struct Variables {
   const char* rank;
   const char* size;
   const char* local_rank;
+  const char* local_size;
   const char* job;
 };
 // In this order: under mpirun within a Slurm job the variables of both are set, and srun sets those of
 // the job step only for processes that it started.
 constexpr Variables kLaunchers[] = {
     {Launcher::kMpi, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_MCA_ess_base_jobid"},
-    {Launcher::kEnvironment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"},
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid"},
+    {Launcher::kEnvironment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+     "TORCHELASTIC_RUN_ID"},
     {Launcher::kEnvironment, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-     "SLURM_JOB_ID"},
+     "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"},
 };
 
 }  // namespace
@@ -60,6 +62,7 @@ Launch launch_from_environment() {
     launch.rank = number(of.rank);
     launch.size = number(of.size);
     launch.local_rank = number(of.local_rank);
+    if (variable(of.local_size)) launch.local_size = number(of.local_size);
     launch.job = variable(of.job).value_or("");
     check_input(launch.size >= 1 && launch.rank < launch.size,
                 "{} is {} and {} is {}: a rank is below the number of ranks", of.rank, launch.rank,

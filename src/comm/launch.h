@@ -23,6 +23,7 @@ struct Launch {
   int rank = 0;
   int size = 1;
   int local_rank = 0;  // among the ranks of this machine: the GPU it takes
+  int local_size = 1;  // ranks of this machine, as far as the launcher says
   /// Tells this launch from an earlier one in the same directory: the launcher's job id.
   std::string job;
 };

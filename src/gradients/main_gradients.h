@@ -6,7 +6,9 @@
 // in higher precision exists for one parameter at a time, in the workspace.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -25,8 +27,10 @@ struct GradientConfig {
 class MainGradients {
  public:
   /// One main gradient per parameter, in `arena`. model_type decides the type of vectors' gradients.
+  /// slots: room for a multiple of so many rows each, whose content is the caller's (comm/
+  /// quantized_reduction.h).
   MainGradients(Arena& arena, std::vector<Parameter> parameters, const GradientConfig& config,
-                ElementType model_type);
+                ElementType model_type, int slots = 1);
 
   /// Sets all gradients and counters to zero: the start of a step.
   void zero(const Context&);
@@ -39,24 +43,35 @@ class MainGradients {
   /// The gradient of a one-dimensional parameter, to be added to directly.
   Tensor vector(std::size_t parameter) const;
 
+  /// Says that the backward pass under way has added all that it adds to `parameter`: calls the
+  /// observer.
+  void complete(const Context& context, std::size_t parameter) const {
+    if (observer_) observer_(context, parameter);
+  }
+  using Observer = std::function<void(const Context&, std::size_t parameter)>;
+  /// Is called until another one is given; {} for none.
+  void observe(Observer observer) { observer_ = std::move(observer); }
+
   const QuantTensor& gradient(std::size_t parameter) const { return gradients_[parameter]; }
+  /// With the rows that there is room for beyond its own.
+  const QuantTensor& with_room(std::size_t parameter) const { return with_room_[parameter]; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   std::size_t bytes() const { return bytes_; }
 
-  /// Square root of the sum of squares over all parameters, times `scale`; partial sums in double
-  /// precision, in parameter order. Throws Error (kNotFinite) naming the parameter when one is not
-  /// finite: by its counter where the format cannot store NaN and Inf, by its sum where it can. 0 when
-  /// measuring.
-  double norm(const Context&, double scale) const;
-
+  /// The counters of a parameter since zero(), int64 [kQuantCounters], to be added to.
+  Tensor counters(std::size_t parameter) const;
+  const Tensor& all_counters() const { return counters_; }  // int64 [parameters, kQuantCounters]
+  /// Of all parameters.
+  std::vector<QuantCounts> read_counts(const Context&) const;
   /// Parameters that counted anything since zero().
   std::vector<NamedCounts> read_counters(const Context&) const;
 
  private:
   std::vector<Parameter> parameters_;
   std::vector<QuantTensor> gradients_;
+  std::vector<QuantTensor> with_room_;
+  Observer observer_;
   Tensor counters_;  // int64 [parameters, kQuantCounters]
-  Tensor sums_;      // fp64 [parameters]
   std::size_t bytes_ = 0;
 };
 

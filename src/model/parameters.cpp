@@ -58,6 +58,15 @@ ParameterIndex index_parameters(const ModelConfig& config) {
   return walk_parameters(config, [](const Parameter&) {});
 }
 
+std::vector<std::size_t> parameters_of_block(const BlockParameters& block) {
+  std::vector<std::size_t> parameters;
+  for (const std::size_t parameter :
+       {block.down, block.gate_up, block.norm2, block.o, block.qkv, block.norm1}) {
+    if (parameter != kNoParameter) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
 std::int64_t parameter_count(const ModelConfig& config) {
   std::int64_t count = 0;
   for (const Parameter& parameter : parameters_of(config)) count += parameter.count();

@@ -35,6 +35,9 @@ struct ParameterIndex {
 std::vector<Parameter> parameters_of(const ModelConfig& config);
 ParameterIndex index_parameters(const ModelConfig& config);
 
+/// Those that the block has, from its end to its start: about as its backward pass meets them.
+std::vector<std::size_t> parameters_of_block(const BlockParameters& block);
+
 /// Elements of all parameters.
 std::int64_t parameter_count(const ModelConfig& config);
 

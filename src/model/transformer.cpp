@@ -60,12 +60,14 @@ void Transformer::backward(const Context& context, const Batch& batch, Activatio
         context, config_.norm, doutput, final_frame.saved(kFinalNormInput), final_norm_weight(),
         config_.norm_epsilon, final_frame.load_if_kept(context, kFinalNormRstd), dx,
         index_.final_norm == kNoParameter ? Tensor{} : gradients.vector(index_.final_norm));
+    if (index_.final_norm != kNoParameter) gradients.complete(context, index_.final_norm);
   }
   for (std::size_t l = index_.blocks.size(); l-- > 0;) {
     const BlockCall call{config_, weights_,    index_.blocks[l],
                          batch,   rope_table_, weights_[index_.embedding]};
     if (!store.plan().layers[l].recompute_layer) {
       block_backward(context, call, dx, store.layer(frame, l), gradients);
+      complete_block(context, l, gradients);
       continue;
     }
     // Whole-layer recomputation: run the layer again from its input, into the scratch layer. doutput
@@ -79,8 +81,29 @@ void Transformer::backward(const Context& context, const Batch& batch, Activatio
       block_forward(context, call, input, {}, doutput, scratch);
     }
     block_backward(context, call, dx, scratch, gradients);
+    complete_block(context, l, gradients);
   }
   gradients.add_embedding(context, index_.embedding, batch.tokens, dx);
+  gradients.complete(context, index_.embedding);
+}
+
+void Transformer::complete_block(const Context& context, std::size_t block,
+                                 const MainGradients& gradients) const {
+  for (const std::size_t parameter : parameters_of_block(index_.blocks[block])) {
+    gradients.complete(context, parameter);
+  }
+}
+
+std::vector<std::size_t> Transformer::completion_order() const {
+  std::vector<std::size_t> order;
+  if (index_.head != index_.embedding) order.push_back(index_.head);
+  if (index_.final_norm != kNoParameter) order.push_back(index_.final_norm);
+  for (std::size_t l = index_.blocks.size(); l-- > 0;) {
+    const std::vector<std::size_t> of_block = parameters_of_block(index_.blocks[l]);
+    order.insert(order.end(), of_block.begin(), of_block.end());
+  }
+  order.push_back(index_.embedding);
+  return order;
 }
 
 void Transformer::evaluate(const Context& context, const Batch& batch, ActivationStore& store,
@@ -170,7 +193,10 @@ void Transformer::head_and_loss(const Context& context, const Batch& batch, cons
     backend.matmul(context, dlogits, Transpose::kYes, rows, Transpose::kNo, dhead, first > 0);
     backend.matmul(context, dlogits, Transpose::kNo, head, Transpose::kNo, rows);
   }
-  if (gradients != nullptr) gradients->add(context, index_.head, dhead);
+  if (gradients == nullptr) return;
+  gradients->add(context, index_.head, dhead);
+  // A tied head's gradient is complete when the embedding's is.
+  if (index_.head != index_.embedding) gradients->complete(context, index_.head);
 }
 
 }  // namespace agoq

@@ -36,9 +36,13 @@ class Transformer {
   /// doutput [N, H]; the head's weight gradient is added to `gradients` here.
   void forward(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
                MainGradients& gradients, const Tensor& token_loss, const Tensor& doutput) const;
-  /// The backward pass of that micro-batch; doutput is overwritten.
+  /// The backward pass of that micro-batch; doutput is overwritten. Tells `gradients` of each parameter
+  /// that is complete, in the order of completion_order(); the head already in forward().
   void backward(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
                 MainGradients& gradients, const Tensor& doutput) const;
+
+  /// All parameters, in the order in which a micro-batch completes their gradients.
+  std::vector<std::size_t> completion_order() const;
 
   /// Losses without saving anything; `store` follows make_forward_only_plan.
   void evaluate(const Context&, const Batch&, ActivationStore& store, const Tensor& token_loss) const;
@@ -57,6 +61,7 @@ class Transformer {
   void head_and_loss(const Context&, const Batch&, const Tensor& output, const Tensor& token_loss,
                      MainGradients* gradients) const;
   Tensor final_norm_weight() const;
+  void complete_block(const Context&, std::size_t block, const MainGradients& gradients) const;
 
   ModelConfig config_;
   std::vector<Parameter> parameters_;

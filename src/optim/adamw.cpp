@@ -27,7 +27,7 @@ void check_config(const OptimizerConfig& config) {
 }  // namespace
 
 AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& parameters,
-             const OptimizerConfig& config, ElementType model_type)
+             const OptimizerConfig& config, ElementType model_type, const OptimizerShare& share)
     : config_(config),
       master_kind_(model_type == ElementType::kBf16 ? config.master : MasterKind::kNone) {
   check_config(config);
@@ -40,15 +40,20 @@ AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& param
     const bool quantised = config.moments_8bit && parameter.count() >= kSmallTensor;
     const QuantFormat first_format = quantised ? kFirstMomentFormat : exact;
     const QuantFormat second_format = quantised ? kSecondMomentFormat : exact;
-    first_.push_back(take(moments, first_format, parameter.grid()));
-    second_.push_back(take(moments, second_format, parameter.grid()));
-    moment_bytes_ +=
-        storage_bytes(first_format, parameter.grid()) + storage_bytes(second_format, parameter.grid());
+    const OwnRows rows = own_rows(parameter.rows, share.ranks, share.rank);
+    BlockGrid grid = parameter.grid();
+    grid.rows = rows.last - rows.first;
+    rows_.push_back(rows);
+    first_.push_back(take(moments, first_format, grid));
+    second_.push_back(take(moments, second_format, grid));
+    // Rounding is keyed by the element of the whole tensor.
+    first_.back().first_row = second_.back().first_row = rows.first;
+    moment_bytes_ += storage_bytes(first_format, grid) + storage_bytes(second_format, grid);
     Tensor master;
     if (master_kind_ != MasterKind::kNone) {
       const ElementType type =
           master_kind_ == MasterKind::kFp32 ? ElementType::kFp32 : ElementType::kInt16;
-      master = masters.take(type, Shape{parameter.rows, parameter.columns});
+      master = masters.take(type, Shape{grid.rows, parameter.columns});
       master_bytes_ += master.bytes();
     }
     masters_.push_back(master);
@@ -57,18 +62,31 @@ AdamW::AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& param
 
 void AdamW::initialise(const Context& context, std::size_t parameter, const Tensor& initial,
                        const Tensor& weight) {
-  check(initial.type == ElementType::kFp32 && initial.count() == weight.count() &&
-            initial.count() == first_.at(parameter).grid.count(),
-        "initial values of parameter {} must be fp32, {} of them; they are {} {} for a weight {}",
-        parameter, first_.at(parameter).grid.count(), name_of(initial.type), initial.shape.to_string(),
+  check(initial.type == ElementType::kFp32 && initial.shape == weight.shape &&
+            initial.shape.rank() == 2 && initial.width() == first_.at(parameter).width() &&
+            rows_[parameter].last <= initial.rows(),
+        "initial values of parameter {} must be fp32 rows of {}, as many as the weight has; they are {} "
+        "{} "
+        "for a weight {}",
+        parameter, first_.at(parameter).width(), name_of(initial.type), initial.shape.to_string(),
         weight.shape.to_string());
+  const OwnRows rows = rows_[parameter];
+  const auto set = [&](std::int64_t first, std::int64_t last, MasterKind kind, const Tensor& master) {
+    if (first == last) return;
+    context.backend.initialise_weight(context, initial.slice_rows(first, last), kind,
+                                      weight.slice_rows(first, last), master);
+  };
+  // Weights start from the same values under every kind of master: rows of other ranks need none.
+  set(0, rows.first, MasterKind::kNone, {});
+  set(rows.last, initial.rows(), MasterKind::kNone, {});
+  set(rows.first, rows.last, master_kind_, masters_[parameter]);
+  if (rows.first == rows.last) return;
   zero_planes(context, first_[parameter]);
   zero_planes(context, second_[parameter]);
-  context.backend.initialise_weight(context, initial, master_kind_, weight, masters_[parameter]);
 }
 
 double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
-                     const MainGradients& gradients, double learning_rate, double gradient_scale,
+                     const GradientReducer& gradients, double learning_rate, double gradient_scale,
                      std::int64_t step) {
   const std::vector<Parameter>& parameters = gradients.parameters();
   check(weights.size() == first_.size() && parameters.size() == first_.size(),
@@ -100,10 +118,15 @@ double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
         context.random.with(RandomPurpose::kWeightRounding, static_cast<std::uint32_t>(parameter));
     key.step = static_cast<std::uint32_t>(step);
     key.micro_batch = 0;
-    context.backend.adamw_update(context,
-                                 {weights[parameter], masters_[parameter], gradients.gradient(parameter),
-                                  first_[parameter], second_[parameter]},
-                                 scalars, key);
+    const OwnRows rows = rows_[parameter];
+    if (rows.first == rows.last) continue;
+    context.backend.adamw_update_pieces(context, gradients.pieces(parameter),
+                                        {weights[parameter].slice_rows(rows.first, rows.last),
+                                         masters_[parameter],
+                                         {},
+                                         first_[parameter],
+                                         second_[parameter]},
+                                        scalars, key);
   }
   return norm;
 }

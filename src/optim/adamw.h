@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "gradients/main_gradients.h"
+#include "gradients/gradient_reducer.h"
 #include "gradients/parameter.h"
 
 namespace agoq {
@@ -40,24 +40,33 @@ inline constexpr std::int64_t kSmallTensor = 4096;
 /// The learning rate of step 1..total_steps.
 double learning_rate_at(const OptimizerConfig& config, std::int64_t step, std::int64_t total_steps);
 
+/// Which rows of every parameter an optimizer updates: those of its rank's slot (own_rows), with one
+/// rank all of them.
+struct OptimizerShare {
+  int rank = 0;
+  int ranks = 1;
+};
+
 class AdamW {
  public:
-  /// State of every parameter: moments in `moments`, master weights in `masters`. An FP32 or FP64
-  /// model is its own master (MasterKind::kNone without rounding).
+  /// State of every parameter, of the rows of `share`: moments in `moments`, master weights in
+  /// `masters`. An FP32 or FP64 model is its own master (MasterKind::kNone without rounding).
   AdamW(Arena& moments, Arena& masters, const std::vector<Parameter>& parameters,
-        const OptimizerConfig& config, ElementType model_type);
+        const OptimizerConfig& config, ElementType model_type, const OptimizerShare& share = {});
 
   /// Moments to zero, masters from FP32 initial values: sets `weight` and the master of `parameter`
   /// from `initial` (fp32 [rows, columns], backend memory).
   void initialise(const Context&, std::size_t parameter, const Tensor& initial, const Tensor& weight);
 
-  /// Updates all weights. gradient_scale: 1 / valid tokens. Clips by the global norm, which it
-  /// returns (before clipping, scaled). step counts from 1. Throws Error (kNotFinite), with all state as
-  /// it was, when the norm is not finite or too large for the second moments.
-  double update(const Context&, const std::vector<Tensor>& weights, const MainGradients& gradients,
+  /// Updates its rows of all weights. gradient_scale: 1 / valid tokens. Clips by the global norm, which
+  /// it returns (before clipping, scaled). step counts from 1. Throws Error (kNotFinite), with all state
+  /// as it was, when the norm is not finite or too large for the second moments. Collective.
+  double update(const Context&, const std::vector<Tensor>& weights, const GradientReducer& gradients,
                 double learning_rate, double gradient_scale, std::int64_t step);
 
-  /// State for checkpoints: views of what update reads and writes.
+  /// The rows of a parameter that this object updates and holds state of.
+  OwnRows rows(std::size_t parameter) const { return rows_[parameter]; }
+  /// State for checkpoints: views of what update reads and writes, of those rows.
   const QuantTensor& first_moment(std::size_t parameter) const { return first_[parameter]; }
   const QuantTensor& second_moment(std::size_t parameter) const { return second_[parameter]; }
   const Tensor& master(std::size_t parameter) const { return masters_[parameter]; }
@@ -68,6 +77,7 @@ class AdamW {
  private:
   OptimizerConfig config_;
   MasterKind master_kind_;
+  std::vector<OwnRows> rows_;
   std::vector<QuantTensor> first_;
   std::vector<QuantTensor> second_;
   std::vector<Tensor> masters_;

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "core/master_weight.h"
+#include "gradients/lone_reducer.h"
 
 namespace agoq {
 namespace {
@@ -43,6 +44,7 @@ struct Training {
   std::vector<Parameter> parameters;
   ElementType type;
   MainGradients gradients;
+  LoneReducer alone{gradients};
   AdamW optimizer;
   std::vector<Tensor> weights;
 
@@ -74,7 +76,7 @@ struct Training {
       const Arena::Scope scope(weight_memory);
       gradients.add(context, p, host_values(p, gradient));
     }
-    return optimizer.update(context, weights, gradients, learning_rate, gradient_scale, step);
+    return optimizer.update(context, weights, alone.reducer, learning_rate, gradient_scale, step);
   }
 
   double weight(std::size_t p, std::int64_t i) const {
@@ -485,7 +487,8 @@ TEST(AdamW, RefusesWhatItCannotUpdate) {
   const auto zeros = [](std::size_t, std::int64_t) { return 0.0; };
   OptimizerConfig config = plain_config();
   Training training({matrix("layers.2.o", 16, 256)}, config, ElementType::kBf16, kE4m3, zeros);
-  EXPECT_THROW(training.optimizer.update(training.context, {}, training.gradients, 1e-3, 1.0, 1), Error);
+  EXPECT_THROW(training.optimizer.update(training.context, {}, training.alone.reducer, 1e-3, 1.0, 1),
+               Error);
   EXPECT_THROW(training.step(0, 1e-3, zeros), Error);
   // Finite, and its square overflows the second moment.
   EXPECT_THROW(training.step(1, 1e-3, [](std::size_t, std::int64_t) { return 1e30; }), Error);
@@ -564,7 +567,8 @@ TEST(AdamW, TakesRowsOfWorkspaceAndMeasuresThem) {
   optimizer.initialise(measuring, 0, initial, weight);
   gradients.zero(measuring);
   gradients.add(measuring, 0, initial);
-  EXPECT_EQ(optimizer.update(measuring, {weight}, gradients, 1e-3, 1.0, 1), 0.0);
+  const LoneReducer alone(gradients);
+  EXPECT_EQ(optimizer.update(measuring, {weight}, alone.reducer, 1e-3, 1.0, 1), 0.0);
   EXPECT_EQ(workspace.high_water(), training.workspace.high_water());
   // Rows per thread, not a gradient or a moment of the whole tensor.
   EXPECT_LT(training.workspace.high_water(), std::size_t{64} * 512 * 4);

@@ -381,6 +381,31 @@ std::vector<ConfigKey> make_keys() {
           "format of the main gradients of matrices"),
 
       may_change(integer<std::int64_t>(
+          "parallel", "ranks", [](C& c) -> auto& { return c.parallel.ranks; }, 0, 65536,
+          "ranks that share the micro-batches of a step; 0: as many as were launched")),
+      may_change(choice<GradientReduction>(
+          "parallel", "reduction", [](C& c) -> auto& { return c.parallel.reduction.kind; },
+          {{"quangrad", GradientReduction::kQuanGrad}, {"library", GradientReduction::kLibrary}},
+          "sum of the ranks' gradients: in FP32 between 8-bit messages, or the library's")),
+      may_change(boolean(
+          "parallel", "shard_optimizer", [](C& c) -> auto& { return c.parallel.reduction.sharded; },
+          "ZeRO-1: each rank holds moments and masters of its share of the rows and updates those")),
+      may_change(boolean(
+          "parallel", "requantise_shards",
+          [](C& c) -> auto& { return c.parallel.reduction.requantise_shards; },
+          "shard_optimizer: the update reads requantised sums, as without it; for comparisons")),
+      may_change(boolean(
+          "parallel", "overlap", [](C& c) -> auto& { return c.parallel.reduction.overlap; },
+          "gradients leave during the backward pass of the last micro-batch; false: after it")),
+      may_change(integer<std::int64_t>(
+          "parallel", "bucket_elements",
+          [](C& c) -> auto& { return c.parallel.reduction.bucket_elements; }, 1, kLargest,
+          "gradients that leave together; two buckets are staged")),
+      may_change(real(
+          "parallel", "timeout_seconds", [](C& c) -> auto& { return c.parallel.timeout_seconds; },
+          kPositive, "a rank that does not answer for so long ends the run")),
+
+      may_change(integer<std::int64_t>(
           "checkpoint", "every", [](C& c) -> auto& { return c.checkpoint.every; }, 0, kLargest,
           "steps between checkpoints; 0: after the last step only")),
       may_change(integer<std::int64_t>(

@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "train/rank_counts.h"
+
 namespace agoq {
 
 std::optional<StepReport> NonFiniteSteps::finish_step(std::int64_t first_sequence, HostBatch& batch) {
@@ -40,12 +42,18 @@ std::optional<StepReport> NonFiniteSteps::finish_step(std::int64_t first_sequenc
 }
 
 std::string NonFiniteSteps::origin(std::int64_t first_sequence, HostBatch& batch) {
-  for (std::int64_t m = 0; m < config_.run.micro_batches; ++m) {
+  std::string found;
+  for (std::int64_t i = 0; i < trainer_.own_micro_batches() && found.empty(); ++i) {
+    const std::int64_t m = trainer_.micro_batch_number(i);
     data_.fill(Split::kTraining, config_.data.seed, first_sequence + m * config_.run.micro_batch,
                config_.run.micro_batch, config_.run.sequence, batch);
     if (const std::optional<std::string> first = trainer_.first_not_finite(batch)) {
-      return fmt::format("the first tensor with NaN or Inf is {}, in micro-batch {}", *first, m + 1);
+      found = fmt::format("the first tensor with NaN or Inf is {}, in micro-batch {}", *first, m + 1);
     }
+  }
+  const std::vector<std::string> of_ranks = trainer_.ranks().gather_texts(found);
+  for (std::size_t r = 0; r < of_ranks.size(); ++r) {
+    if (!of_ranks[r].empty()) return of_ranks[r] + of_rank(trainer_.ranks(), static_cast<int>(r));
   }
   return "the forward pass is finite, so it arose going backward";
 }

@@ -28,6 +28,7 @@ std::string_view name_of(MemoryClass memory) {
     case MemoryClass::kWorkspace: return "workspace";
     case MemoryClass::kTables: return "tables";
     case MemoryClass::kBatch: return "batch";
+    case MemoryClass::kCommunication: return "communication";
   }
   return "?";
 }

@@ -20,8 +20,9 @@ enum class MemoryClass : int {
   kWorkspace,    // scratch of operations and layers; the loss chunk shares it
   kTables,       // RoPE
   kBatch,        // token ids, targets, losses of one micro-batch
+  kCommunication,  // staging of the gradients' buckets on their way between ranks
 };
-inline constexpr int kMemoryClasses = 8;
+inline constexpr int kMemoryClasses = 9;
 std::string_view name_of(MemoryClass memory);
 
 using BytesPerClass = std::array<std::size_t, kMemoryClasses>;

@@ -13,6 +13,7 @@
 
 #include "activations/bit_plan.h"
 #include "data/dataset.h"
+#include "gradients/gradient_reducer.h"
 #include "gradients/main_gradients.h"
 #include "model/model_config.h"
 #include "optim/adamw.h"
@@ -25,6 +26,14 @@ struct CheckpointConfig {
   std::int64_t keep = 2;   // the newest that stay
 
   bool operator==(const CheckpointConfig&) const = default;
+};
+
+struct ParallelConfig {
+  std::int64_t ranks = 0;  // 0: as many as were launched
+  ReductionConfig reduction;
+  double timeout_seconds = 60;
+
+  bool operator==(const ParallelConfig&) const = default;
 };
 
 /// What becomes of a step whose loss or gradient is NaN or Inf (train/nonfinite_steps.h).
@@ -57,6 +66,7 @@ struct RunConfig {
   OptimizerConfig optimizer;
   ActivationConfig activations;
   GradientConfig gradients;
+  ParallelConfig parallel;
   CheckpointConfig checkpoint;
   RunSettings run;  // the keys of [train] and [run]
 

@@ -203,12 +203,14 @@ bool RunDirectory::is_finished() const {
 }
 
 void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const {
+  if (trainer.ranks().rank() != 0) return trainer.ranks().barrier();
   const HuggingFaceConfig described = hugging_face_config(config);
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
   write_checkpoint(trainer.context(), checkpoints_of(path_), subject,
                    {trainer.step(), next_sequence, config.run.seed, config.data.seed},
                    config.checkpoint.keep, kVersion);
+  trainer.ranks().barrier();
 }
 
 std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer,

@@ -1,6 +1,7 @@
 #include "train/run_plan.h"
 
 #include <algorithm>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/hugging_face.h"
@@ -98,7 +99,9 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
   plan.checkpoint = std::min(largest, kTransferBytes);
 
   RunArenas arenas = RunArenas::measuring();
-  Trainer trainer(config, backend, arenas);
+  const std::unique_ptr<Communicator> ranks =
+      config.parallel.ranks > 1 ? planned_ranks(static_cast<int>(config.parallel.ranks)) : single_rank();
+  Trainer trainer(config, backend, arenas, *ranks);
   const HostBatch batch = shape_only_batch(config.run.micro_batch, config.run.sequence);
   trainer.initialise();
   trainer.begin_step();
@@ -168,6 +171,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
   json["parameters"] = plan.parameters;
   json["tokens_per_micro_batch"] = plan.tokens;
   json["policy"] = name_of(config.activations.policy);
+  json["ranks"] = std::max<std::int64_t>(config.parallel.ranks, 1);
   json["attention_groups"] = plan.attention_groups;
   ordered_json& bytes = json["bytes"];
   for (int c = 0; c < kMemoryClasses; ++c) {

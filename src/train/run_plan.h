@@ -47,6 +47,8 @@ std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Ba
 /// Takes the fewest groups of backward attention with which the run fits the free memory of its device,
 /// one where no number does or there is no device, and leaves the backend set to them for the run.
 ///
+/// Of the rank that holds most, rank 0; of parallel.ranks ranks, one if that is 0.
+///
 /// data_bytes: Dataset::bytes(), or 0 if the data are not at hand; data_loaded: whether they are in
 /// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its
 /// first product) differs from processor to processor, so it is provoked here and counted.

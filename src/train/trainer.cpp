@@ -1,8 +1,11 @@
 #include "train/trainer.h"
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "train/finite_trace.h"
+#include "train/rank_counts.h"
 
 namespace agoq {
 namespace {
@@ -14,21 +17,37 @@ Context layout_context(Backend& backend, RunArenas& arenas, const RunConfig& con
   return {backend, {}, arenas[MemoryClass::kWorkspace], key};
 }
 
+OptimizerShare share_of(const RunConfig& config, const Communicator& ranks) {
+  if (!config.parallel.reduction.sharded) return {};
+  return {ranks.rank(), ranks.size()};
+}
+
 std::int64_t tokens_of(const RunConfig& config) { return config.run.sequence * config.run.micro_batch; }
 
 }  // namespace
 
 Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
+    : Trainer(config, backend, arenas, single_rank(), nullptr) {}
+
+Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas, Communicator& ranks)
+    : Trainer(config, backend, arenas, nullptr, &ranks) {}
+
+Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas,
+                 std::unique_ptr<Communicator> alone, Communicator* ranks)
     : config_(config),
       backend_(backend),
+      alone_(std::move(alone)),
+      ranks_(ranks == nullptr ? *alone_ : *ranks),
       workspace_(arenas[MemoryClass::kWorkspace]),
       tokens_(tokens_of(config)),
       model_(layout_context(backend, arenas, config), config.model, arenas[MemoryClass::kWeights],
              arenas[MemoryClass::kTables], config.run.sequence),
       gradients_(arenas[MemoryClass::kGradients], model_.parameters(), config.gradients,
-                 config.model.dtype),
+                 config.model.dtype, share_of(config, ranks_).ranks),
+      reducer_(backend, gradients_, model_.completion_order(), ranks_, config.parallel.reduction,
+               arenas[MemoryClass::kCommunication]),
       optimizer_(arenas[MemoryClass::kMoments], arenas[MemoryClass::kMasters], model_.parameters(),
-                 config.optimizer, config.model.dtype),
+                 config.optimizer, config.model.dtype, share_of(config, ranks_)),
       // Forward and backward of a micro-batch follow each other, so one frame is in flight.
       store_(arenas[MemoryClass::kActivations], transformer_saves(config.model),
              make_bit_plan(transformer_saves(config.model), config.activations), tokens_, 1),
@@ -46,7 +65,7 @@ Context Trainer::context() {
   RandomKey key;
   key.seed = config_.run.seed;
   key.step = static_cast<std::uint32_t>(step_ + 1);
-  key.micro_batch = static_cast<std::uint32_t>(micro_batch_);
+  key.micro_batch = static_cast<std::uint32_t>(micro_batch_number(micro_batch_));
   return {backend_, {}, workspace_, key};
 }
 
@@ -61,15 +80,28 @@ void Trainer::initialise() {
   }
 }
 
+std::int64_t Trainer::own_micro_batches() const {
+  const std::int64_t ranks = ranks_.size();
+  return (config_.run.micro_batches + ranks - 1 - ranks_.rank()) / ranks;
+}
+
+std::int64_t Trainer::micro_batch_number(std::int64_t index) const {
+  return ranks_.rank() + index * ranks_.size();
+}
+
 void Trainer::begin_step() {
   micro_batch_ = 0;
   valid_tokens_ = 0;
   const Context context = this->context();
   gradients_.zero(context);
+  reducer_.begin_step();
   store_.reset_counters(context);
 }
 
-void Trainer::micro_batch(const HostBatch& host) { forward_and_backward(host, {}); }
+void Trainer::micro_batch(const HostBatch& host) {
+  if (micro_batch_ + 1 == own_micro_batches()) reducer_.begin_last(context());
+  forward_and_backward(host, {});
+}
 
 void Trainer::gradients_of(const HostBatch& host, const Between& between) {
   begin_step();
@@ -77,8 +109,8 @@ void Trainer::gradients_of(const HostBatch& host, const Between& between) {
 }
 
 void Trainer::forward_and_backward(const HostBatch& host, const Between& between) {
-  check(micro_batch_ < config_.run.micro_batches, "a step has {} micro-batches; one more came",
-        config_.run.micro_batches);
+  check(micro_batch_ < own_micro_batches(), "a step has {} micro-batches; one more came",
+        own_micro_batches());
   const Context context = this->context();
   const Batch batch = buffers_.upload(context, host);
   const Arena::Scope scope(workspace_);
@@ -98,40 +130,58 @@ void Trainer::forward_and_backward(const HostBatch& host, const Between& between
 }
 
 StepReport Trainer::finish_step() {
-  const Context context = this->context();
+  Context context = this->context();
+  // One past the micro-batches: the sum over the ranks rounds with the same numbers for every W.
+  context.random.micro_batch = static_cast<std::uint32_t>(config_.run.micro_batches);
+  reducer_.finish(context);
   StepReport report;
   report.step = step_ + 1;
-  report.valid_tokens = valid_tokens_;
-  check_input(valid_tokens_ > 0, "step {} has no token with a loss weight: the data hold no targets",
-              report.step);
+  struct OfRank {
+    double loss = 0;
+    std::int64_t valid_tokens = 0;
+    double exposed_seconds = 0;
+  };
   std::vector<double> sums(static_cast<std::size_t>(micro_batch_));
   backend_.read(context, loss_sums_.data, sums.data(), sums.size() * sizeof(double));
+  OfRank own{0, valid_tokens_, reducer_.exposed_seconds()};
+  for (const double sum : sums) own.loss += sum;
   double total = 0;
-  for (const double sum : sums) total += sum;
-  report.loss = total / static_cast<double>(valid_tokens_);
+  for (const OfRank& of : ranks_.gather_values(own)) {
+    total += of.loss;
+    report.valid_tokens += of.valid_tokens;
+    report.exposed_communication_seconds =
+        std::max(report.exposed_communication_seconds, of.exposed_seconds);
+  }
+  check_input(report.valid_tokens > 0, "step {} has no token with a loss weight: the data hold no targets",
+              report.step);
+  report.loss = total / static_cast<double>(report.valid_tokens);
 
-  report.numerics = store_.read_counters(context);
-  for (const NamedCounts& numeric : report.numerics) {
-    check_finite(numeric.counts.non_finite == 0,
-                 "step {}: {} values of {} are NaN or infinite; the weights stay those of step {}",
-                 report.step, numeric.counts.non_finite, numeric.name, step_);
-  }
+  std::vector<NamedCounts> numerics = store_.read_counters(context);
   // The gradients' are judged with their norm, which sees what formats that can hold NaN do not count.
+  const std::size_t activations = numerics.size();
   for (const auto& [name, counts] : gradients_.read_counters(context)) {
-    report.numerics.push_back({"gradient of " + name, counts});
+    numerics.push_back({"gradient of " + name, counts});
   }
+  const std::vector<RankCounts> of_ranks = gather_counts(ranks_, numerics, activations);
+  for (const RankCounts& of : of_ranks) {
+    check_finite(of.is_gradient || of.counts.non_finite == 0,
+                 "step {}: {} values of {} are NaN or infinite{}; the weights stay those of step {}",
+                 report.step, of.counts.non_finite, of.name, of_rank(ranks_, of.rank), step_);
+  }
+  report.numerics = sum_over_ranks(of_ranks);
   check_finite(std::isfinite(report.loss), "step {}: the loss is {}; the weights stay those of step {}",
                report.step, report.loss, step_);
 
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
   try {
-    report.gradient_norm = optimizer_.update(context, model_.weights(), gradients_, report.learning_rate,
-                                             1.0 / static_cast<double>(valid_tokens_), report.step);
+    report.gradient_norm = optimizer_.update(context, model_.weights(), reducer_, report.learning_rate,
+                                             1.0 / static_cast<double>(report.valid_tokens), report.step);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kNotFinite) throw;
     throw Error(error.kind(), fmt::format("step {}: {}; the weights stay those of step {}", report.step,
                                           error.what(), step_));
   }
+  reducer_.gather_weights(context, model_.weights());
   ++step_;
   return report;
 }

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/training_state.h"
+#include "comm/together.h"
 #include "train/memory_probe.h"
 #include "train/nonfinite_steps.h"
 #include "train/progress.h"
@@ -99,12 +101,17 @@ class PeakMemory {
   std::optional<DeviceMemory> at_start_;
 };
 
-std::string metrics_line(const StepReport& report, double seconds, double tokens_per_second) {
+std::string metrics_line(const StepReport& report, int ranks, double seconds,
+                         double tokens_per_second) {
   std::string line = fmt::format(
       R"({{"step":{},"loss":{:.9g},"gradient_norm":{:.9g},"learning_rate":{:.9g},"valid_tokens":{},)"
       R"("seconds":{:.6f},"tokens_per_second":{:.1f})",
       report.step, report.loss, report.gradient_norm, report.learning_rate, report.valid_tokens, seconds,
       tokens_per_second);
+  if (ranks > 1) {
+    line += fmt::format(R"(,"exposed_communication_seconds":{:.6f})",
+                        report.exposed_communication_seconds);
+  }
   if (!report.numerics.empty()) {
     line += R"(,"numerics":{)";
     bool first = true;
@@ -123,6 +130,7 @@ std::string metrics_line(const StepReport& report, double seconds, double tokens
 std::string to_json(const RunSummary& summary) {
   nlohmann::ordered_json json;
   json["policy"] = summary.policy;
+  json["ranks"] = summary.ranks;
   json["steps"] = summary.steps;
   json["stopped"] = summary.stopped;
   json["skipped_steps"] = summary.skipped_steps;
@@ -153,6 +161,7 @@ RunSummary read_summary(const std::string& directory) {
   RunSummary summary;
   try {
     summary.policy = json.at("policy");
+    summary.ranks = json.value("ranks", std::int64_t{1});
     summary.steps = json.at("steps");
     summary.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     summary.parameters = json.at("parameters");
@@ -176,59 +185,96 @@ RunSummary read_summary(const std::string& directory) {
 
 namespace {
 
+/// With the number of ranks that are there.
+RunConfig with_ranks(const RunConfig& config, const Communicator& ranks) {
+  check_input(config.parallel.ranks == 0 || config.parallel.ranks == ranks.size(),
+              "parallel.ranks is {} and {} ranks were launched: launch as many, or leave it 0",
+              config.parallel.ranks, ranks.size());
+  RunConfig known = config;
+  known.parallel.ranks = ranks.size();
+  return known;
+}
+
 /// run_training; step_under_way counts from 1 and is 0 before the first.
-RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions& options,
-                     std::int64_t& step_under_way) {
-  RunDirectory directory(config.run.directory, options.start);
-  const std::vector<std::string> changes = directory.check_settings(config);
+RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ranks,
+                     const RunOptions& options, std::int64_t& step_under_way) {
+  const RunConfig config = with_ranks(given, ranks);
+  const bool leads = ranks.rank() == 0;
+  std::optional<RunDirectory> opened;
+  std::vector<std::string> changes;
+  std::optional<Dataset> loaded;
+  double order1_byte_loss = 0;
+  RunPlan plan;
   const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
-  const Dataset data = Dataset::load(config.data);
-  check_input(config.model.vocabulary >= kByteVocabulary,
-              "model.vocabulary must be at least {} for byte-level data; it is {}", kByteVocabulary,
-              config.model.vocabulary);
-  // Before the arenas exist: its table of byte pairs must not add to the peak.
-  const double order1_byte_loss = data.order1_loss();
-  const RunPlan plan = plan_run(config, backend, data.bytes(), /*data_loaded=*/true);
-  check_fits(plan, config, backend);
-  backend.expect_ready();
-  directory.lock();
+  together(ranks, [&] {
+    opened.emplace(config.run.directory, options.start);
+    changes = opened->check_settings(config);
+    loaded.emplace(Dataset::load(config.data));
+    check_input(config.model.vocabulary >= kByteVocabulary,
+                "model.vocabulary must be at least {} for byte-level data; it is {}", kByteVocabulary,
+                config.model.vocabulary);
+    // Before the arenas exist: its table of byte pairs must not add to the peak.
+    order1_byte_loss = loaded->order1_loss();
+    plan = plan_run(config, backend, loaded->bytes(), /*data_loaded=*/true);
+    check_fits(plan, config, backend);
+    backend.expect_ready();
+  });
+  RunDirectory& directory = *opened;
+  const Dataset& data = *loaded;
+  together(ranks, [&] {
+    if (leads) directory.lock();
+  });
 
   RunArenas arenas(backend.allocator(), plan.classes);
-  Trainer trainer(config, backend, arenas);
+  Trainer trainer(config, backend, arenas, ranks);
   std::int64_t next_sequence = 0;
-  if (options.start == RunStart::kResume) {
-    next_sequence = directory.load_latest(config, trainer, options.notice);
-    // A run that was stopped in its last validation has that left to do.
-    const bool ended = trainer.step() > config.run.steps ||
-                       (trainer.step() == config.run.steps && directory.is_finished());
-    check_input(!ended, "{} is at step {} of {} already: raise train.steps to go on",
-                config.run.directory, trainer.step(), config.run.steps);
-  } else {
-    trainer.initialise();
-  }
-  // What else the first step may refuse: a text that is shorter than a sequence.
   HostBatch batch;
-  data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
-            config.run.sequence, batch);
-  for (const std::string& change : changes) options.notice("changed: " + change);
-  directory.begin(config, to_json(plan, config));
+  together(ranks, [&] {
+    if (options.start == RunStart::kResume) {
+      next_sequence = directory.load_latest(config, trainer, options.notice);
+      // A run that was stopped in its last validation has that left to do.
+      const bool ended = trainer.step() > config.run.steps ||
+                         (trainer.step() == config.run.steps && directory.is_finished());
+      check_input(!ended, "{} is at step {} of {} already: raise train.steps to go on",
+                  config.run.directory, trainer.step(), config.run.steps);
+    } else {
+      trainer.initialise();
+    }
+    // What else the first step may refuse: a text that is shorter than a sequence.
+    data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
+              config.run.sequence, batch);
+  });
+  std::ofstream metrics;
+  together(ranks, [&] {
+    if (!leads) return;
+    for (const std::string& change : changes) options.notice("changed: " + change);
+    directory.begin(given, to_json(plan, config));  // a resumed run may have other ranks
+    metrics = directory.open_metrics(trainer.step());
+  });
 
   const StopSignals signals;
-  std::ofstream metrics = directory.open_metrics(trainer.step());
   const std::string label(name_of(config.activations.policy));
-  Progress progress(label, config.run.steps, config.run.log_every, options.show_progress);
+  Progress progress(label, config.run.steps, config.run.log_every, options.show_progress && leads);
   Speed speed(config.run.steps);
   RunSummary summary;
   NonFiniteSteps nonfinite(config, trainer, data);
   const auto save = [&] { directory.save(config, trainer, next_sequence); };
 
   const auto is_stopped = [&] { return stop_requested != 0 || !progress.failure().empty(); };
+  // All ranks stop after the same step: a signal may reach them at different times.
+  const auto any_is_stopped = [&] {
+    bool any = false;
+    for (const char stopped : ranks.gather_values<char>(is_stopped() ? 1 : 0)) any = any || stopped != 0;
+    return any;
+  };
   // False when it was stopped.
   const auto validate_step = [&] {
     const std::optional<ValidationResult> validation =
-        validate(trainer, data, config, config.run.validation_batches, batch, is_stopped);
+        validate(trainer, ranks, data, config, config.run.validation_batches, batch, is_stopped);
     if (!validation) return false;
+    summary.validation_loss = validation->loss;
+    if (!leads) return true;
     metrics << fmt::format(R"({{"step":{},"validation_loss":{:.9g},"validation_tokens":{}}})",
                            trainer.step(), validation->loss, validation->tokens)
             << '\n'
@@ -246,34 +292,35 @@ RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions
 
   bool validated = true;  // after each step so far that is to be followed by a validation
   if (options.start == RunStart::kResume) {
-    // It may have been stopped in a validation.
+    // The run may have been stopped in a validation.
     summary.training_loss = directory.metric(trainer.step(), "loss").value_or(0);
     const std::optional<double> loss = directory.metric(trainer.step(), "validation_loss");
     summary.validation_loss = loss.value_or(0);
     if (is_validated(trainer.step()) && !loss) validated = validate_step();
   }
-  while (trainer.step() < config.run.steps && !is_stopped()) {
+  while (trainer.step() < config.run.steps && !any_is_stopped()) {
     const Clock::time_point start = Clock::now();
     const std::int64_t first_sequence = next_sequence;
     step_under_way = trainer.step() + 1;
     trainer.begin_step();
-    for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
-      data.fill(Split::kTraining, config.data.seed, next_sequence, config.run.micro_batch,
-                config.run.sequence, batch);
+    for (std::int64_t i = 0; i < trainer.own_micro_batches(); ++i) {
+      data.fill(Split::kTraining, config.data.seed,
+                first_sequence + trainer.micro_batch_number(i) * config.run.micro_batch,
+                config.run.micro_batch, config.run.sequence, batch);
       trainer.micro_batch(batch);
-      next_sequence += config.run.micro_batch;
     }
+    next_sequence += config.run.micro_batches * config.run.micro_batch;
     const std::optional<StepReport> report = nonfinite.finish_step(first_sequence, batch);
     if (report) {
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
       speed.add(seconds);
       const auto tokens = static_cast<double>(config.run.tokens_per_step());
-      metrics << metrics_line(*report, seconds, tokens / seconds) << std::flush;
+      if (leads) metrics << metrics_line(*report, ranks.size(), seconds, tokens / seconds) << std::flush;
       progress.show(report->step, report->loss, tokens / speed.recent_step(),
                     static_cast<double>(config.run.steps - report->step) * speed.recent_step());
       summary.training_loss = report->loss;
     } else {
-      metrics << nonfinite.metrics_line() << std::flush;
+      if (leads) metrics << nonfinite.metrics_line() << std::flush;
       progress.note(fmt::format("{} {}", label, nonfinite.note()));
     }
     check(static_cast<bool>(metrics), "{}/metrics.jsonl cannot be written: is the disk full?",
@@ -297,6 +344,7 @@ RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions
     progress.note("stopped by a signal " + where);
   }
   summary.policy = label;
+  summary.ranks = ranks.size();
   summary.steps = trainer.step();
   summary.skipped_steps = nonfinite.skipped();
   summary.parameters = plan.parameters;
@@ -314,7 +362,7 @@ RunSummary run_steps(const RunConfig& config, Backend& backend, const RunOptions
   if (speed.median_step() > 0) {
     summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / speed.median_step();
   }
-  if (!summary.stopped) directory.write("summary.json", to_json(summary));
+  if (leads && !summary.stopped) directory.write("summary.json", to_json(summary));
   return summary;
 }
 
@@ -329,9 +377,11 @@ std::string saved_state(const RunConfig& config) {
 }  // namespace
 
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
+  const std::unique_ptr<Communicator> alone = single_rank();
+  Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
   std::int64_t step_under_way = 0;
   try {
-    return run_steps(config, backend, options, step_under_way);
+    return run_steps(config, backend, ranks, options, step_under_way);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kDevice || step_under_way == 0) throw;
     throw Error(error.kind(),

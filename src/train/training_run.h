@@ -1,7 +1,7 @@
 // A training run: the loop around Trainer, with its run directory, progress and checkpoints.
 //
 // Run directory: config.toml (resolved), plan.json, metrics.jsonl (a line per step and validation),
-// checkpoints/step-N/, summary.json, and run.lock, which keeps other runs away. The same configuration,
+// checkpoints/step-N/, summary.json, and run.lock, which keeps other runs away; rank 0 writes it. The same configuration,
 // seed and data give the same losses, also across --resume.
 #pragma once
 
@@ -17,6 +17,7 @@ namespace agoq {
 
 struct RunSummary {
   std::string policy;
+  std::int64_t ranks = 1;
   std::int64_t steps = 0;
   bool stopped = false;            // by a signal, before the last step or its validation was done
   std::int64_t skipped_steps = 0;  // by run.nonfinite, since the run was started or resumed
@@ -40,6 +41,8 @@ struct RunSummary {
 struct RunOptions {
   RunStart start = RunStart::kNew;
   bool show_progress = true;
+  /// Who share the run; null: this process alone. Rank 0 shows progress and writes the run directory.
+  Communicator* ranks = nullptr;
   /// Gets a line for each setting that changed on resume, and for each checkpoint that was skipped.
   Notice notice = print_notice;
 };
@@ -48,7 +51,7 @@ struct RunOptions {
 /// saves a checkpoint and returns after the step, or the micro-batch of a validation, under way, with
 /// summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws Error
 /// (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with the
-/// step, the operation and the last checkpoint named.
+/// step, the operation and the last checkpoint named. Collective; the summary's bytes are rank 0's own.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

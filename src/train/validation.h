@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "data/dataset.h"
@@ -16,26 +17,40 @@ struct ValidationResult {
   std::int64_t tokens = 0;
 };
 
-/// Over the first `batches` micro-batches of the validation pass, or all of it if 0. Evaluator has
-/// `double evaluate(const HostBatch&)`: the sum of weighted token losses. Nothing when is_stopped(),
-/// asked before each micro-batch, says so.
+/// Over the first `batches` micro-batches of the validation pass, or all of it if 0, shared out among
+/// `ranks`. Evaluator has `double evaluate(const HostBatch&)`: the sum of weighted token losses. Nothing
+/// when is_stopped(), asked before each micro-batch, says so on any rank. Collective.
 template <typename Evaluator, typename IsStopped>
-std::optional<ValidationResult> validate(Evaluator& evaluator, const Dataset& data,
+std::optional<ValidationResult> validate(Evaluator& evaluator, Communicator& ranks, const Dataset& data,
                                          const RunConfig& config, std::int64_t batches, HostBatch& batch,
                                          IsStopped is_stopped) {
   const std::int64_t per_batch = config.run.micro_batch;
   const std::int64_t sequences = data.sequences(Split::kValidation, config.run.sequence);
   const std::int64_t all = (sequences + per_batch - 1) / per_batch;
   const std::int64_t count = batches == 0 ? all : std::min(batches, all);
-  ValidationResult result;
-  double sum = 0;
-  for (std::int64_t b = 0; b < count; ++b) {
-    if (is_stopped()) return std::nullopt;
+  struct OfRank {
+    double sum = 0;
+    std::int64_t tokens = 0;
+    bool stopped = false;
+  };
+  OfRank own;
+  for (std::int64_t b = ranks.rank(); b < count; b += ranks.size()) {
+    own.stopped = is_stopped();
+    if (own.stopped) break;
     data.fill(Split::kValidation, config.data.seed, b * per_batch, per_batch, config.run.sequence,
               batch);
-    sum += evaluator.evaluate(batch);
-    result.tokens += batch.valid_tokens;
+    own.sum += evaluator.evaluate(batch);
+    own.tokens += batch.valid_tokens;
   }
+  ValidationResult result;
+  double sum = 0;
+  bool stopped = false;
+  for (const OfRank& of : ranks.gather_values(own)) {
+    sum += of.sum;
+    result.tokens += of.tokens;
+    stopped = stopped || of.stopped;
+  }
+  if (stopped) return std::nullopt;
   check_input(result.tokens > 0, "the validation documents hold no target: add text");
   result.loss = sum / static_cast<double>(result.tokens);
   check(std::isfinite(result.loss),
@@ -47,7 +62,8 @@ std::optional<ValidationResult> validate(Evaluator& evaluator, const Dataset& da
 template <typename Evaluator>
 ValidationResult validate(Evaluator& evaluator, const Dataset& data, const RunConfig& config,
                           std::int64_t batches, HostBatch& batch) {
-  return *validate(evaluator, data, config, batches, batch, [] { return false; });
+  const std::unique_ptr<Communicator> alone = single_rank();
+  return *validate(evaluator, *alone, data, config, batches, batch, [] { return false; });
 }
 
 }  // namespace agoq

@@ -1,0 +1,43 @@
+// What all ranks do that may fail on some of them: then it fails on all, and one of them says so.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/error.h"
+
+namespace agoq {
+
+/// Runs `work`. When it throws Error on any rank, every rank throws: rank 0 the text of the first that
+/// failed, with its number unless all failed alike, the others an Error without a text, which is not
+/// printed. All have the kind of the first. Collective; `work` is not.
+inline void together(Communicator& ranks, const std::function<void()>& work) {
+  if (ranks.size() == 1) return work();
+  std::string text;
+  int kind = -1;
+  try {
+    work();
+  } catch (const Error& error) {
+    kind = static_cast<int>(error.kind());
+    text = error.what();
+  }
+  const std::vector<int> kinds = ranks.gather_values(kind);
+  int first = -1, failed = 0;
+  for (int r = ranks.size() - 1; r >= 0; --r) {
+    if (kinds[static_cast<std::size_t>(r)] < 0) continue;
+    first = r;
+    ++failed;
+  }
+  if (failed == 0) return;
+  const std::string& of_first = ranks.gather_texts(text)[static_cast<std::size_t>(first)];
+  std::string said;
+  if (ranks.rank() == 0)
+    said = failed == ranks.size() ? of_first : fmt::format("rank {}: {}", first, of_first);
+  throw Error(static_cast<ErrorKind>(kinds[static_cast<std::size_t>(first)]), said);
+}
+
+}  // namespace agoq

@@ -1,0 +1,224 @@
+#include "gradients/gradient_reducer.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "core/error.h"
+
+namespace agoq {
+namespace {
+
+std::int64_t as_row(std::size_t parameter) { return static_cast<std::int64_t>(parameter); }
+
+/// The library sums what it knows.
+void expect_summable(const QuantTensor& gradient) {
+  check_input(
+      gradient.format.code == Code::kFp32 || gradient.format.code == Code::kBf16,
+      "parallel.reduction=library sums fp32 and bf16 gradients, and gradients.format is {}: set it "
+      "to fp32 or bf16, or parallel.reduction=quangrad",
+      gradient.format.to_string());
+}
+
+}  // namespace
+
+GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
+                                 const std::vector<std::size_t>& order, Communicator& ranks,
+                                 const ReductionConfig& config, Arena& memory)
+    : backend_(backend), gradients_(gradients), ranks_(ranks), config_(config), order_(order) {
+  const std::size_t count = parameters().size();
+  check(order.size() == count, "the reducer was given {} parameters in order; there are {}",
+        order.size(), count);
+  sums_ = memory.take(ElementType::kFp64, Shape{as_row(count), 1});
+  std::vector<QuantTensor> tensors;
+  std::vector<BlockGrid> grids;
+  for (std::size_t p = 0; p < count; ++p) {
+    tensors.push_back(gradients.gradient(p));
+    grids.push_back(tensors.back().grid);
+  }
+  for (std::size_t p = 0; p < count; ++p) pieces_.push_back({tensors[p]});
+  if (is_alone()) return;
+
+  if (config.kind == GradientReduction::kLibrary) {
+    for (std::size_t place = 0; place < count; ++place) {
+      expect_summable(tensors[order[place]]);
+      filled_by_.push_back(place + 1);
+    }
+  } else {
+    std::vector<Bucket> buckets = cut_into_buckets(grids, order, ranks.size(), config.bucket_elements);
+    std::vector<std::size_t> place(count);
+    for (std::size_t i = 0; i < count; ++i) place[order[i]] = i;
+    for (const Bucket& bucket : buckets) filled_by_.push_back(place[bucket.back().tensor] + 1);
+    reduction_.emplace(ranks, backend, tensors, std::move(buckets), memory);
+  }
+  if (!config.sharded) return;
+  for (std::size_t p = 0; p < count; ++p) {
+    const OwnRows own = own_rows(tensors[p].rows(), ranks.size(), ranks.rank());
+    const bool summed = !reduction_ || config.requantise_shards;
+    pieces_[p] = summed ? std::vector<QuantTensor>{tensors[p].slice_rows(own.first, own.last)}
+                        : reduction_->pieces(p);
+  }
+}
+
+void GradientReducer::begin_step() {
+  completed_ = 0;
+  next_bucket_ = 0;
+  exposed_seconds_ = 0;
+}
+
+void GradientReducer::begin_last(const Context&) {
+  if (is_alone() || !config_.overlap) return;
+  gradients_.observe(
+      [this](const Context& context, std::size_t parameter) { complete(context, parameter); });
+}
+
+void GradientReducer::complete(const Context& context, std::size_t parameter) {
+  check(completed_ < order_.size() && order_[completed_] == parameter,
+        "the gradient of '{}' was completed out of order: the model's completion_order() names another",
+        parameters()[parameter].name);
+  ++completed_;
+  send_full_buckets(context);
+}
+
+void GradientReducer::send_full_buckets(const Context& context) {
+  while (next_bucket_ < filled_by_.size() && filled_by_[next_bucket_] <= completed_) {
+    send(context, next_bucket_++);
+  }
+}
+
+void GradientReducer::send(const Context& context, std::size_t bucket) {
+  if (!reduction_) return sum_by_library(context, order_[bucket]);
+  if (config_.sharded) return reduction_->scatter(context, bucket);
+  reduction_->all_reduce(context, bucket, gradients_.all_counters());
+}
+
+Context GradientReducer::beside(const Context& context) {
+  if (context.workspace.is_measuring()) return context;
+  const Stream side = backend_.side_stream(0);
+  backend_.order(context.stream, side);
+  return {context.backend, side, context.workspace, context.random};
+}
+
+void GradientReducer::rejoin(const Context& context) {
+  if (!context.workspace.is_measuring()) backend_.order(backend_.side_stream(0), context.stream);
+}
+
+void GradientReducer::sum_by_library(const Context& context, std::size_t parameter) {
+  const Context on_side = beside(context);
+  const Tensor gradient = gradients_.gradient(parameter).exact();
+  if (!config_.sharded) return ranks_.all_reduce(on_side, gradient);
+  std::vector<std::int64_t> counts;
+  for (int r = 0; r < ranks_.size(); ++r) {
+    const OwnRows rows = own_rows(gradient.rows(), ranks_.size(), r);
+    counts.push_back((rows.last - rows.first) * gradient.width());
+  }
+  ranks_.reduce_scatter(on_side, gradient, counts);
+}
+
+void GradientReducer::finish(const Context& context) {
+  gradients_.observe({});
+  if (is_alone()) return;
+  completed_ = order_.size();
+  send_full_buckets(context);
+  exposed_seconds_ = backend_.time(context, [&] {
+    if (reduction_) {
+      reduction_->finish(context);
+    } else {
+      rejoin(context);
+    }
+  });
+  if (!(reduction_ && config_.sharded && config_.requantise_shards)) return;
+  for (std::size_t p = 0; p < pieces_.size(); ++p) {
+    const QuantTensor& own = pieces_[p].front();
+    if (own.rows() == 0) continue;
+    context.backend.add_pieces(
+        context, reduction_->pieces(p), own,
+        context.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(p)),
+        gradients_.counters(p));
+  }
+}
+
+double GradientReducer::norm(const Context& context, double scale) const {
+  const std::size_t count = pieces_.size();
+  const auto ranks = static_cast<std::size_t>(ranks_.size());
+  // Every rank's rows are summed by themselves also where each holds all of them: so the norm is the
+  // same with the optimizer replicated and sharded.
+  for (std::size_t p = 0; p < count; ++p) {
+    const Tensor sum = sums_.slice_rows(as_row(p), as_row(p) + 1).reshaped(Shape{1});
+    if (is_alone()) {
+      context.backend.sum_of_squares(context, pieces_[p].front(), sum);
+      continue;
+    }
+    const OwnRows own = own_rows(parameters()[p].rows, ranks_.size(), ranks_.rank());
+    if (own.first == own.last) {
+      context.backend.zero(context, sum.data, sum.bytes());
+    } else if (config_.sharded) {
+      context.backend.pieces_sum_of_squares(context, pieces_[p], sum);
+    } else {
+      const QuantTensor rows = pieces_[p].front().slice_rows(own.first, own.last);
+      context.backend.pieces_sum_of_squares(context, {&rows, 1}, sum);
+    }
+  }
+  if (context.workspace.is_measuring()) return 0.0;
+
+  struct OfParameter {
+    double sum = 0;
+    std::int64_t non_finite = 0;
+  };
+  std::vector<double> sums(count);
+  context.backend.read(context, sums_.data, sums.data(), sums_.bytes());
+  const std::vector<QuantCounts> counts = gradients_.read_counts(context);
+  std::vector<OfParameter> mine(count);
+  for (std::size_t p = 0; p < count; ++p) mine[p] = {sums[p], counts[p].non_finite};
+  std::vector<OfParameter> all(count * ranks);
+  ranks_.gather(mine.data(), all.data(), count * sizeof(OfParameter));
+
+  // A quantised format stores NaN as zero and Inf as its largest value: there only the counter tells.
+  // From the last parameter, whose gradient backward computes first: those before it may have it from
+  // there.
+  for (std::size_t p = count; p-- > 0;) {
+    for (std::size_t r = 0; r < ranks; ++r) {
+      const std::string where = is_alone() ? "" : fmt::format(" on rank {}", r);
+      const OfParameter& of = all[r * count + p];
+      check_finite(
+          of.non_finite == 0,
+          "the gradient of '{}' must be finite, but {} NaN or Inf elements were added to it{}: look "
+          "for the overflow in that layer's activations, or lower the learning rate",
+          parameters()[p].name, of.non_finite, where);
+      check_finite(std::isfinite(of.sum),
+                   "the gradient of '{}' must be finite, but its sum of squares is {}{}: look for the "
+                   "overflow in that layer's activations, or lower the learning rate",
+                   parameters()[p].name, of.sum, where);
+    }
+  }
+  double total = 0.0;
+  for (std::size_t p = 0; p < count; ++p) {
+    double of_parameter = 0.0;
+    for (std::size_t r = 0; r < ranks; ++r) of_parameter += all[r * count + p].sum;
+    total += of_parameter;
+  }
+  return std::sqrt(total) * scale;
+}
+
+void GradientReducer::gather_weights(const Context& context, const std::vector<Tensor>& weights) {
+  if (is_alone() || !config_.sharded) return;
+  const Context on_side = beside(context);
+  for (const Tensor& weight : weights) {
+    sends_.clear();
+    receives_.clear();
+    const auto rows_of = [&](int rank) {
+      const OwnRows rows = own_rows(weight.rows(), ranks_.size(), rank);
+      return weight.slice_rows(rows.first, rows.last);
+    };
+    const Tensor own = rows_of(ranks_.rank());
+    for (int r = 0; r < ranks_.size(); ++r) {
+      if (r == ranks_.rank()) continue;
+      const Tensor theirs = rows_of(r);
+      if (own.count() > 0) sends_.push_back({r, own.data, own.bytes()});
+      if (theirs.count() > 0) receives_.push_back({r, theirs.data, theirs.bytes()});
+    }
+    ranks_.exchange(on_side, sends_, receives_);
+  }
+  rejoin(context);
+}
+
+}  // namespace agoq

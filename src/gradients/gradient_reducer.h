@@ -1,0 +1,103 @@
+// GradientReducer: from the main gradients of every rank to what the optimizer reads (QuanGrad).
+//
+//   kQuanGrad    precision-preserving: shards of codes and scales to their ranks, sum in FP32 in rank
+//                order, requantised, to all (comm/quantized_reduction.h)
+//   kLibrary     the library's sum of FP32 or BF16 gradients: a control
+//
+// Every gradient is that of the sum of token losses over its rank's micro-batches, so ranks weigh in by
+// their tokens, and the one division by all valid tokens is left to the optimizer's gradient_scale.
+//
+// With the optimizer replicated every rank ends with the whole sum. With it sharded (ZeRO-1) a rank ends
+// with the pieces of its own rows, which stand where the rows it sent away stood; their sum is made
+// where it is needed, for the norm and again in the update, and exists nowhere.
+//
+// Buckets leave in the order in which the backward pass completes their parameters. The sums do not
+// depend on the buckets, nor on whether they leave during the backward pass or after it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/quantized_reduction.h"
+#include "core/memory.h"
+#include "gradients/main_gradients.h"
+
+namespace agoq {
+
+enum class GradientReduction : std::uint8_t { kQuanGrad, kLibrary };
+
+struct ReductionConfig {
+  GradientReduction kind = GradientReduction::kQuanGrad;
+  bool sharded = false;            // ZeRO-1
+  bool requantise_shards = false;  // sharded: the sum is requantised, as a replicated optimizer reads it
+  bool overlap = true;             // with the backward pass of the last micro-batch
+  std::int64_t bucket_elements = std::int64_t{1} << 26;  // over all ranks' shards
+
+  bool operator==(const ReductionConfig&) const = default;
+};
+
+class GradientReducer {
+ public:
+  /// For `gradients` (made with slots = ranks.size() if sharded), completed in `order`. Staging and sums
+  /// in `memory`.
+  GradientReducer(Backend& backend, MainGradients& gradients, const std::vector<std::size_t>& order,
+                  Communicator& ranks, const ReductionConfig& config, Arena& memory);
+  ~GradientReducer() { gradients_.observe({}); }
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+
+  // --- one step; collective ---
+  void begin_step();
+  /// Before the backward pass of this rank's last micro-batch: from then on buckets leave when they are
+  /// full.
+  void begin_last(const Context&);
+  /// After it, or without one: the rest leaves, and what is queued on the context's stream from now on
+  /// finds the reduced gradients.
+  void finish(const Context&);
+
+  /// Square root of the sum of squares over all parameters, times `scale`; partial sums in double
+  /// precision, in parameter order, then rank order. Throws Error (kNotFinite) naming the parameter when
+  /// one is not finite: by its counter where the format cannot store NaN and Inf, by its sum where it
+  /// can. 0 when measuring. Collective.
+  double norm(const Context&, double scale) const;
+  /// Of the rows that this rank updates, all or, if sharded, its own: the gradient is their sum.
+  std::span<const QuantTensor> pieces(std::size_t parameter) const { return pieces_[parameter]; }
+  const std::vector<Parameter>& parameters() const { return gradients_.parameters(); }
+
+  /// Every rank's rows of the weights to all, where the optimizer is sharded. Collective.
+  void gather_weights(const Context&, const std::vector<Tensor>& weights);
+
+  /// Of the last step, on the device: from the end of this rank's backward pass to that of the
+  /// reduction.
+  double exposed_seconds() const { return exposed_seconds_; }
+
+ private:
+  void complete(const Context&, std::size_t parameter);
+  void send_full_buckets(const Context&);
+  void send(const Context&, std::size_t bucket);
+  void sum_by_library(const Context&, std::size_t parameter);
+  /// The context on the side stream, after what is queued on its own; and back.
+  Context beside(const Context&);
+  void rejoin(const Context&);
+  bool is_alone() const { return ranks_.size() == 1; }
+
+  Backend& backend_;
+  MainGradients& gradients_;
+  Communicator& ranks_;
+  ReductionConfig config_;
+  std::vector<std::size_t> order_;
+  std::optional<QuantizedReduction> reduction_;  // kQuanGrad
+  std::vector<std::size_t> filled_by_;  // bucket by bucket: so many completed parameters fill it
+  std::vector<std::vector<QuantTensor>> pieces_;
+  Tensor sums_;                // fp64 [parameters]
+  std::size_t completed_ = 0;  // parameters, in order
+  std::size_t next_bucket_ = 0;
+  // Kept from call to call: nothing is allocated inside a step.
+  std::vector<Message> sends_, receives_;
+  double exposed_seconds_ = 0;
+};
+
+}  // namespace agoq
