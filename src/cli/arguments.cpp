@@ -34,6 +34,7 @@ void flush_output() {
 int report(std::string text, int status) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::fflush(stdout);
+  if (text.empty()) return status;  // another rank says it (comm/together.h)
   // Not fmt::print, which throws where stderr is closed: then there is nobody to tell.
   text = "agoq: " + text + "\n";
   std::fwrite(text.data(), 1, text.size(), stderr);

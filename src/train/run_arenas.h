@@ -16,10 +16,10 @@ enum class MemoryClass : int {
   kMasters,    // master weights beside BF16 weights
   kGradients,  // main gradients
   kMoments,
-  kActivations,  // saved from forward to backward, over all micro-batches in flight
-  kWorkspace,    // scratch of operations and layers; the loss chunk shares it
-  kTables,       // RoPE
-  kBatch,        // token ids, targets, losses of one micro-batch
+  kActivations,    // saved from forward to backward, over all micro-batches in flight
+  kWorkspace,      // scratch of operations and layers; the loss chunk shares it
+  kTables,         // RoPE
+  kBatch,          // token ids, targets, losses of one micro-batch
   kCommunication,  // staging of the gradients' buckets on their way between ranks
 };
 inline constexpr int kMemoryClasses = 9;

@@ -152,8 +152,8 @@ StepReport Trainer::finish_step() {
     report.exposed_communication_seconds =
         std::max(report.exposed_communication_seconds, of.exposed_seconds);
   }
-  check_input(report.valid_tokens > 0, "step {} has no token with a loss weight: the data hold no targets",
-              report.step);
+  check_input(report.valid_tokens > 0,
+              "step {} has no token with a loss weight: the data hold no targets", report.step);
   report.loss = total / static_cast<double>(report.valid_tokens);
 
   std::vector<NamedCounts> numerics = store_.read_counters(context);
@@ -174,8 +174,9 @@ StepReport Trainer::finish_step() {
 
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
   try {
-    report.gradient_norm = optimizer_.update(context, model_.weights(), reducer_, report.learning_rate,
-                                             1.0 / static_cast<double>(report.valid_tokens), report.step);
+    report.gradient_norm =
+        optimizer_.update(context, model_.weights(), reducer_, report.learning_rate,
+                          1.0 / static_cast<double>(report.valid_tokens), report.step);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kNotFinite) throw;
     throw Error(error.kind(), fmt::format("step {}: {}; the weights stay those of step {}", report.step,

@@ -1,12 +1,13 @@
 // Trainer: the state of a training run on one rank, and one step of it.
 //
 //   begin_step; for each of the rank's micro-batches: forward and backward, gradients accumulate; then
-//   finish_step: reduction over the ranks, norm, clip, update. The accumulated gradient is that of the sum
-//   of token losses; it is divided once, in the update, by the number of valid tokens of the whole step.
+//   finish_step: reduction over the ranks, norm, clip, update. The accumulated gradient is that of the
+//   sum of token losses; it is divided once, in the update, by the number of valid tokens of the whole
+//   step.
 //
 // The micro-batches of a step are shared out: rank r of W has numbers r, r + W, r + 2 W, ... So a step
-// sees the same tokens, and rounds with the same random numbers, for every W, also where W does not divide
-// their number and some ranks have one more than others, or none.
+// sees the same tokens, and rounds with the same random numbers, for every W, also where W does not
+// divide their number and some ranks have one more than others, or none.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@ struct StepReport {
   double gradient_norm = 0;
   double learning_rate = 0;
   std::int64_t valid_tokens = 0;
-  std::vector<NamedCounts> numerics;  // tensors that counted anything, over all ranks
+  std::vector<NamedCounts> numerics;         // tensors that counted anything, over all ranks
   double exposed_communication_seconds = 0;  // the longest of a rank (GradientReducer)
 };
 
@@ -106,10 +107,10 @@ class Trainer {
   ActivationStore store_;
   ActivationStore forward_only_;
   BatchBuffers buffers_;
-  Tensor token_loss_;             // compute type [tokens]
-  Tensor loss_sums_;              // fp64 [micro_batches]
-  std::int64_t step_ = 0;         // completed
-  std::int64_t micro_batch_ = 0;  // of this rank, in the step under way
+  Tensor token_loss_;              // compute type [tokens]
+  Tensor loss_sums_;               // fp64 [micro_batches]
+  std::int64_t step_ = 0;          // completed
+  std::int64_t micro_batch_ = 0;   // of this rank, in the step under way
   std::int64_t valid_tokens_ = 0;  // of this rank
 };
 

@@ -101,16 +101,15 @@ class PeakMemory {
   std::optional<DeviceMemory> at_start_;
 };
 
-std::string metrics_line(const StepReport& report, int ranks, double seconds,
-                         double tokens_per_second) {
+std::string metrics_line(const StepReport& report, int ranks, double seconds, double tokens_per_second) {
   std::string line = fmt::format(
       R"({{"step":{},"loss":{:.9g},"gradient_norm":{:.9g},"learning_rate":{:.9g},"valid_tokens":{},)"
       R"("seconds":{:.6f},"tokens_per_second":{:.1f})",
       report.step, report.loss, report.gradient_norm, report.learning_rate, report.valid_tokens, seconds,
       tokens_per_second);
   if (ranks > 1) {
-    line += fmt::format(R"(,"exposed_communication_seconds":{:.6f})",
-                        report.exposed_communication_seconds);
+    line +=
+        fmt::format(R"(,"exposed_communication_seconds":{:.6f})", report.exposed_communication_seconds);
   }
   if (!report.numerics.empty()) {
     line += R"(,"numerics":{)";

@@ -1,8 +1,8 @@
 // A training run: the loop around Trainer, with its run directory, progress and checkpoints.
 //
 // Run directory: config.toml (resolved), plan.json, metrics.jsonl (a line per step and validation),
-// checkpoints/step-N/, summary.json, and run.lock, which keeps other runs away; rank 0 writes it. The same configuration,
-// seed and data give the same losses, also across --resume.
+// checkpoints/step-N/, summary.json, and run.lock, which keeps other runs away; rank 0 writes it. The
+// same configuration, seed and data give the same losses, also across --resume.
 #pragma once
 
 #include <cstdint>
