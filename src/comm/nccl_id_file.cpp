@@ -23,8 +23,8 @@ void write_aside(const std::string& path, const void* bytes, std::size_t count) 
   std::ofstream file(aside, std::ios::binary | std::ios::trunc);
   file.write(static_cast<const char*>(bytes), static_cast<std::streamsize>(count));
   file.close();
-  check_input(static_cast<bool>(file), "{} cannot be written: choose a run.directory that all ranks share",
-              path);
+  check_input(static_cast<bool>(file),
+              "{} cannot be written: choose a run.directory that all ranks share", path);
   fs::rename(aside, path);
 }
 
@@ -118,7 +118,8 @@ NcclId NcclIdFile::wait() const {
     const auto answer = read_whole(id_path(), sizeof(NcclId) + numbers);
     if (!answer) return false;
     Number answered = 0;
-    std::memcpy(&answered, answer->data() + sizeof(NcclId) + static_cast<std::size_t>(rank_) * sizeof(Number),
+    std::memcpy(&answered,
+                answer->data() + sizeof(NcclId) + static_cast<std::size_t>(rank_) * sizeof(Number),
                 sizeof(Number));
     if (answered != own) return false;
     std::memcpy(id.data(), answer->data(), sizeof(NcclId));

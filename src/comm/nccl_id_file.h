@@ -1,9 +1,9 @@
 // NCCL's unique id from rank 0 to the others through a shared directory, for launchers without MPI.
 //
-// Every rank but 0 writes .nccl-join-R with a number of its own; rank 0 waits for all of them and answers
-// in .nccl-id with the id and all the numbers. A rank takes only an answer that holds its number, so
-// files that an earlier launch left behind are never taken for this one's. Files are written aside and
-// renamed: none is seen half written.
+// Every rank but 0 writes .nccl-join-R with a number of its own; rank 0 waits for all of them and
+// answers in .nccl-id with the id and all the numbers. A rank takes only an answer that holds its
+// number, so files that an earlier launch left behind are never taken for this one's. Files are written
+// aside and renamed: none is seen half written.
 #pragma once
 
 #include <string>

@@ -28,7 +28,8 @@ Transport& open(const std::string& path, const char* entry, const char* library,
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (module == nullptr) {
     const char* const words = dlerror();
-    fail_input("{} cannot be opened ({}): {}", path, words == nullptr ? "no reason given" : words, missing);
+    fail_input("{} cannot be opened ({}): {}", path, words == nullptr ? "no reason given" : words,
+               missing);
   }
   using Entry = Transport* (*)();
   const auto function = reinterpret_cast<Entry>(dlsym(module, entry));

@@ -180,9 +180,9 @@ class MpiRanks : public Communicator {
     const Clock::time_point start = Clock::now();
     for (int polls = 0;; ++polls) {
       int done = 0;
-      expect_success(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done,
-                                 MPI_STATUSES_IGNORE),
-                     operation);
+      expect_success(
+          MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE),
+          operation);
       if (done != 0) return;
       // Ranks that share processors leave them to those that compute.
       if (polls > 100) std::this_thread::yield();
@@ -203,7 +203,8 @@ class MpiRanks : public Communicator {
       }
     }
     fail("rank {}: {} did not complete within {} s; {} {}", rank_, operation, timeout_seconds_,
-         late.empty() ? "some rank of" : "waiting for rank", late.empty() ? std::to_string(size_) : late);
+         late.empty() ? "some rank of" : "waiting for rank",
+         late.empty() ? std::to_string(size_) : late);
   }
 
   MPI_Comm group_;

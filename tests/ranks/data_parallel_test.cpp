@@ -1,0 +1,384 @@
+// Data parallelism equals one rank: the same global batch of 24 micro-batches on as many ranks as this
+// program was started with, against a Trainer that is alone.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "core/error.h"
+#include "ranks/ranks.h"
+#include "train/run_plan.h"
+#include "train/trainer.h"
+
+namespace agoq {
+namespace {
+
+constexpr QuantFormat kE4m3{Code::kE4m3, 128, ScaleType::kFp32, Rounding::kNearest};
+
+/// Of a run that is compared. More ranks than processors take turns: they run for long enough to see
+/// that they do the same.
+std::int64_t steps() { return ranks().size() <= 4 ? 50 : 4; }
+// Where only the last bit matters, a few steps show it.
+constexpr std::int64_t kFewSteps = 8;
+
+/// FP32 throughout, nothing quantised: what differs between layouts is the order of FP32 sums.
+RunConfig fp32_config() {
+  RunConfig config;
+  config.model.hidden = 64;
+  config.model.layers = 2;
+  config.model.heads = 4;
+  config.model.kv_heads = 2;
+  config.model.head_size = 16;
+  config.model.feed_forward = 176;
+  config.model.segments = 1;
+  config.model.loss_chunk = 16;
+  config.model.dtype = ElementType::kFp32;
+  config.run.sequence = 16;
+  config.run.micro_batch = 1;
+  config.run.micro_batches = 24;
+  config.run.steps = 50;
+  config.optimizer.learning_rate = 5e-4;
+  config.optimizer.warmup_steps = 5;
+  config.optimizer.moments_8bit = false;
+  config.optimizer.master = MasterKind::kNone;
+  config.gradients.format = exact_format(ElementType::kFp32);
+  config.activations.policy = SavePolicy::kKeep;
+  return config;
+}
+
+/// Micro-batch `number` of an endless made-up text with structure to learn, whose targets are ragged, so
+/// that ranks have different numbers of valid tokens; every seventh micro-batch has none at all.
+HostBatch ragged_batch(std::int64_t number, std::int64_t sequence) {
+  HostBatch batch = shape_only_batch(1, sequence);
+  batch.valid_tokens = 0;
+  for (std::int64_t i = 0; i < sequence; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const std::int64_t place = number * 5 + i;
+    batch.tokens[at] = static_cast<std::int32_t>((place * place + number) % 61);
+    batch.targets[at] = static_cast<std::int32_t>(((place + 1) * (place + 1) + number) % 61);
+    const bool valid = number % 7 != 3 && i < 4 + number * 5 % (sequence - 3);
+    batch.weights[at] = valid ? 1.0f : 0.0f;
+    batch.valid_tokens += valid ? 1 : 0;
+  }
+  return batch;
+}
+
+/// A run that owns its memory.
+class RankRun {
+ public:
+  RankRun(const RunConfig& given, Communicator& group)
+      : config(with_ranks(given, group.size())),
+        arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), 0, false).classes),
+        trainer(config, cpu_backend(), arenas, group) {
+    trainer.initialise();
+  }
+  explicit RankRun(const RunConfig& given) : RankRun(given, *alone()) {}
+
+  void accumulate() {
+    trainer.begin_step();
+    for (std::int64_t i = 0; i < trainer.own_micro_batches(); ++i) {
+      trainer.micro_batch(
+          ragged_batch(trainer.step() * config.run.micro_batches + trainer.micro_batch_number(i),
+                       config.run.sequence));
+    }
+  }
+  StepReport step() {
+    accumulate();
+    return trainer.finish_step();
+  }
+  std::string weight_bytes() const {
+    std::string bytes;
+    for (const Tensor& weight : trainer.model().weights()) {
+      bytes.append(reinterpret_cast<const char*>(weight.data), weight.bytes());
+    }
+    return bytes;
+  }
+
+ private:
+  static RunConfig with_ranks(RunConfig config, int size) {
+    config.parallel.ranks = size;
+    return config;
+  }
+  static Communicator* alone() {
+    static const std::unique_ptr<Communicator> one = single_rank();
+    return one.get();
+  }
+
+ public:
+  RunConfig config;
+  RunArenas arenas;
+  Trainer trainer;
+};
+
+// Rank 0 runs alone as well, and tells the others what came.
+void expect_equal_steps(const RunConfig& config, double loss_tolerance, double norm_tolerance) {
+  std::optional<RankRun> alone;
+  if (ranks().rank() == 0) alone.emplace(config);
+  RankRun shared(config, ranks());
+  struct Expected {
+    double loss, gradient_norm;
+    std::int64_t valid_tokens;
+  };
+  for (std::int64_t step = 0; step < steps(); ++step) {
+    Expected expected{};
+    if (alone) {
+      const StepReport report = alone->step();
+      expected = {report.loss, report.gradient_norm, report.valid_tokens};
+    }
+    expected = ranks().gather_values(expected).front();
+    const StepReport report = shared.step();
+    ASSERT_EQ(report.valid_tokens, expected.valid_tokens);
+    ASSERT_NEAR(report.loss, expected.loss, loss_tolerance * expected.loss) << "step " << report.step;
+    ASSERT_NEAR(report.gradient_norm, expected.gradient_norm, norm_tolerance * expected.gradient_norm)
+        << "step " << report.step;
+  }
+}
+
+/// What every rank gave, one after the other: the same on all ranks, or on which it is not.
+void expect_same_on_all_ranks(const std::string& bytes) {
+  const std::vector<std::string> of_ranks = ranks().gather_texts(bytes);
+  for (std::size_t r = 1; r < of_ranks.size(); ++r) {
+    EXPECT_TRUE(of_ranks[r] == of_ranks[0]) << "ranks 0 and " << r << " differ";
+  }
+}
+
+std::string after_steps(const RunConfig& config, std::int64_t count = kFewSteps) {
+  RankRun run(config, ranks());
+  std::string reports;
+  for (std::int64_t step = 0; step < count; ++step) {
+    const StepReport report = run.step();
+    reports += fmt::format("{} {} ", report.loss, report.gradient_norm);
+  }
+  const std::string state = reports + run.weight_bytes();
+  expect_same_on_all_ranks(state);
+  return state;
+}
+
+TEST(DataParallel, Fp32EqualsOneRank) { expect_equal_steps(fp32_config(), 1e-6, 1e-6); }
+
+TEST(DataParallel, Fp32SummedByTheLibraryEqualsOneRank) {
+  RunConfig config = fp32_config();
+  config.parallel.reduction.kind = GradientReduction::kLibrary;
+  expect_equal_steps(config, 1e-6, 1e-6);
+}
+
+TEST(DataParallel, Bf16WeightsEqualOneRank) {
+  RunConfig config = fp32_config();
+  config.model.dtype = ElementType::kBf16;
+  config.optimizer.master = MasterKind::kRemainder;
+  // A master that differs in its last bit may round to another BF16 weight, and what that does to a loss
+  // is noise, which the mean over some thousand tokens makes small.
+  config.run.sequence = 64;
+  expect_equal_steps(config, 1e-5, 1e-3);
+}
+
+RunConfig agoq_config() {
+  RunConfig config = fp32_config();
+  config.model.dtype = ElementType::kBf16;
+  config.activations.policy = SavePolicy::kAgoq;
+  config.optimizer.master = MasterKind::kRemainder;
+  config.optimizer.moments_8bit = true;
+  config.gradients.format = kE4m3;
+  return config;
+}
+
+TEST(DataParallel, RanksHaveTheSameWeightsAfterASteadyRun) { after_steps(agoq_config(), steps()); }
+
+// Neither the buckets nor when they leave may change a bit: every block is summed by itself.
+TEST(DataParallel, BucketsAndOverlapChangeNoBit) {
+  RunConfig config = agoq_config();
+  const std::string expected = after_steps(config);
+  for (const std::int64_t elements : {std::int64_t{1}, std::int64_t{5000}, std::int64_t{1} << 40}) {
+    config.parallel.reduction.bucket_elements = elements;
+    EXPECT_TRUE(after_steps(config) == expected) << elements << " elements in a bucket";
+  }
+  config.parallel.reduction.overlap = false;
+  EXPECT_TRUE(after_steps(config) == expected) << "without overlap";
+}
+
+TEST(DataParallel, ShardedOptimizerEqualsReplicatedBitForBit) {
+  for (const MasterKind master : {MasterKind::kRemainder, MasterKind::kFp32, MasterKind::kNone}) {
+    RunConfig config = agoq_config();
+    config.optimizer.master = master;
+    config.gradients.format = exact_format(ElementType::kFp32);
+    const std::string expected = after_steps(config);
+    config.parallel.reduction.sharded = true;
+    EXPECT_TRUE(after_steps(config) == expected)
+        << "fp32 gradients, master " << static_cast<int>(master);
+  }
+  RunConfig config = agoq_config();
+  const std::string expected = after_steps(config);
+  config.parallel.reduction.sharded = true;
+  config.parallel.reduction.requantise_shards = true;
+  EXPECT_TRUE(after_steps(config) == expected) << "8-bit gradients, requantised";
+}
+
+// --- what 8 bits cost, per step ---
+
+std::vector<float> decoded(const QuantTensor& tensor) {
+  Arena memory("decoded", host_allocator(), static_cast<std::size_t>(tensor.grid.count()) * 4 + 4096);
+  const Tensor out = memory.take(ElementType::kFp32, Shape{tensor.rows(), tensor.width()});
+  cpu_backend().dequantize(rank_context(), tensor, out);
+  return {out.as<float>(), out.as<float>() + out.count()};
+}
+
+double norm_of(const std::vector<float>& x) {
+  double sum = 0;
+  for (const float value : x) sum += static_cast<double>(value) * value;
+  return std::sqrt(sum);
+}
+
+// The bound, from the format: rounding to E4M3 is off by at most 2^-4 of the value (half a step of three
+// mantissa bits), or by 2^-10 of the block's scale, absmax / 448, where it is subnormal. Each
+// micro-batch rounds the sum so far once, and the sum over the ranks is rounded once more. Errors of
+// different roundings are taken as independent, so their squares add; 2^-4 / sqrt(3) is the root mean
+// square of one that is spread evenly up to 2^-4.
+TEST(DataParallel, EightBitGradientsStayWithinTheFormatsBound) {
+  constexpr double kRoundingRms = 0.0625 / 1.7320508075688772;
+  RunConfig exact = fp32_config();
+  RunConfig eight_bit = exact;
+  eight_bit.gradients.format = kE4m3;
+  RankRun reference(exact), reduced(eight_bit, ranks());
+  reference.accumulate();
+  reduced.accumulate();
+  reduced.trainer.finish_step();
+
+  // The FP32 sums that are rounded: this rank's after each of its micro-batches, then all ranks'.
+  const std::size_t count = reference.trainer.model().parameters().size();
+  std::vector<double> squares(count);
+  RankRun own(exact);
+  own.trainer.begin_step();
+  for (std::int64_t i = 0; i < reduced.trainer.own_micro_batches(); ++i) {
+    own.trainer.micro_batch(ragged_batch(reduced.trainer.micro_batch_number(i), exact.run.sequence));
+    for (std::size_t p = 0; p < count; ++p) {
+      const double sum = norm_of(decoded(own.trainer.gradients().gradient(p)));
+      squares[p] += sum * sum;
+    }
+  }
+  std::vector<double> all(count * static_cast<std::size_t>(ranks().size()));
+  ranks().gather(squares.data(), all.data(), count * sizeof(double));
+  for (std::size_t p = 0; p < count; ++p) {
+    const Parameter& parameter = reference.trainer.model().parameters()[p];
+    if (parameter.is_vector()) continue;
+    const std::vector<float> expected = decoded(reference.trainer.gradients().gradient(p));
+    const std::vector<float> sum = decoded(reduced.trainer.gradients().gradient(p));
+    double roundings = norm_of(expected) * norm_of(expected);
+    for (std::size_t r = 0; r < static_cast<std::size_t>(ranks().size()); ++r)
+      roundings += all[r * count + p];
+    std::vector<float> error(sum.size());
+    for (std::size_t i = 0; i < sum.size(); ++i) error[i] = sum[i] - expected[i];
+    const double bound = kRoundingRms * std::sqrt(roundings);
+    EXPECT_LT(norm_of(error), bound) << parameter.name;
+    EXPECT_GT(norm_of(error), 0.1 * bound) << parameter.name << ": nothing was rounded?";
+  }
+}
+
+// --- the reducer by itself ---
+
+struct Gradients {
+  explicit Gradients(const QuantFormat& format, Communicator& group,
+                     const ReductionConfig& reduction = {})
+      : gradients(memory, {{"layers.0.down", ParameterKind::kDown, 16, 256, 1}}, {format},
+                  ElementType::kBf16, reduction.sharded ? group.size() : 1),
+        reducer(cpu_backend(), gradients, {0}, group, reduction, memory) {
+    gradients.zero(rank_context());
+    reducer.begin_step();
+  }
+  void add(const std::vector<float>& values) {
+    Arena addends("addend", host_allocator(), values.size() * 4 + 256);
+    const Tensor addend = addends.take(ElementType::kFp32, Shape{16, 256});
+    std::memcpy(addend.data, values.data(), addend.bytes());
+    gradients.add(rank_context(), 0, addend);
+  }
+  Arena memory{"gradients", host_allocator(), std::size_t{4} << 20};
+  MainGradients gradients;
+  GradientReducer reducer;
+};
+
+// Sums of many large gradients of mixed signs: FP8 with one common scale would overflow here.
+TEST(DataParallel, LargeGradientsOfAllRanksStayFinite) {
+  const int own = ranks().rank();
+  std::vector<float> values(16 * 256, 0.5f);
+  values[7] = 448.0f;
+  values[300] = own % 2 == 0 ? 448.0f : -448.0f;
+  Gradients of(kE4m3, ranks());
+  of.add(values);
+  of.reducer.finish(rank_context());
+  const std::vector<float> sum = decoded(of.gradients.gradient(0));
+  const auto size = static_cast<float>(ranks().size());
+  EXPECT_FLOAT_EQ(sum[7], 448.0f * size);
+  const float alternating = ranks().size() % 2 == 0 ? 0.0f : 448.0f;
+  EXPECT_FLOAT_EQ(sum[300], alternating);
+  EXPECT_TRUE(std::isfinite(of.reducer.norm(rank_context(), 1.0)));
+  expect_same_on_all_ranks({reinterpret_cast<const char*>(of.gradients.gradient(0).codes), 16 * 256});
+}
+
+TEST(DataParallel, NotANumberOnOneRankIsCountedAndNamedOnAll) {
+  const int poisoned = ranks().size() - 1;
+  for (const QuantFormat& format : {kE4m3, exact_format(ElementType::kFp32)}) {
+    for (const bool sharded : {false, true}) {
+      Gradients of(format, ranks(), {.sharded = sharded});
+      std::vector<float> values(16 * 256, 1.0f);
+      if (ranks().rank() == poisoned) values[1000] = std::numeric_limits<float>::quiet_NaN();
+      of.add(values);
+      of.reducer.finish(rank_context());
+      std::string text;
+      try {
+        of.reducer.norm(rank_context(), 1.0);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kNotFinite);
+        text = error.what();
+      }
+      EXPECT_NE(text.find("'layers.0.down'"), std::string::npos) << text;
+      if (ranks().size() > 1) {
+        EXPECT_NE(text.find(" on rank "), std::string::npos) << text;
+      }
+      expect_same_on_all_ranks(text);
+    }
+  }
+}
+
+TEST(DataParallel, TheLibrarySumsWhatItKnowsAndNothingElse) {
+  if (ranks().size() == 1) GTEST_SKIP() << "one rank has nothing to sum";
+  EXPECT_THROW(Gradients(kE4m3, ranks(), {.kind = GradientReduction::kLibrary}), Error);
+}
+
+// The update reads the bytes of the sum, and rounds with the element of the whole tensor: so it cannot
+// matter who computes it. Rank 0 has the whole gradient here and the others zeros.
+TEST(DataParallel, TheUpdateOfGivenGradientsDoesNotDependOnTheRanks) {
+  for (const MasterKind master : {MasterKind::kRemainder, MasterKind::kNone}) {
+    OptimizerConfig config;
+    config.master = master;
+    config.clip_norm = 0;
+    const std::vector<Parameter> parameters{{"layers.0.down", ParameterKind::kDown, 16, 256, 1}};
+    const auto updated = [&](Communicator& group, bool sharded) {
+      Gradients of(kE4m3, group, {.sharded = sharded});
+      std::vector<float> values(16 * 256);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        values[i] = static_cast<float>(random_normal({.seed = 3}, i));
+      }
+      if (group.rank() == 0) of.add(values);
+      of.reducer.finish(rank_context());
+      Arena memory("state", host_allocator(), std::size_t{1} << 20);
+      AdamW optimizer(memory, memory, parameters, config, ElementType::kBf16,
+                      sharded ? OptimizerShare{group.rank(), group.size()} : OptimizerShare{});
+      const Tensor weight = memory.take(ElementType::kBf16, Shape{16, 256});
+      const Tensor initial = memory.take(ElementType::kFp32, Shape{16, 256});
+      std::memcpy(initial.data, values.data(), initial.bytes());
+      optimizer.initialise(rank_context(), 0, initial, weight);
+      for (std::int64_t step = 1; step <= 3; ++step) {
+        optimizer.update(rank_context(), {weight}, of.reducer, 1e-2, 1.0, step);
+      }
+      of.reducer.gather_weights(rank_context(), {weight});
+      return std::string(reinterpret_cast<const char*>(weight.data), weight.bytes());
+    };
+    const std::unique_ptr<Communicator> alone = single_rank();
+    EXPECT_TRUE(updated(ranks(), true) == updated(*alone, false));
+  }
+}
+
+}  // namespace
+}  // namespace agoq
