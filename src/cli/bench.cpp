@@ -1,6 +1,5 @@
 // agoq bench: how fast this machine runs what the engine is made of.
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "cli/command.h"
 #include "cli/device_option.h"
 #include "cli/operation_table.h"
+#include "cli/process_ranks.h"
 #include "cli/table.h"
 #include "core/quantity.h"
 #include "train/step_benchmark.h"
@@ -100,7 +100,7 @@ void bench_kernels(const BenchArguments& arguments) {
 }
 
 void print_step(const StepBenchmark& step, const RunConfig& config) {
-  fmt::print("{}\n", operation_table(step.operations));
+  if (step.ranks == 1) fmt::print("{}\n", operation_table(step.operations));
 
   Table table({{}, {"", Align::kRight}});
   const auto row = [&](const std::string& name, const std::string& value) {
@@ -113,10 +113,16 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
   row("  of which the host queues the gradients' work",
       fmt::format("{:.2f} ms, {:.1f} %", 1e3 * step.host_seconds,
                   100 * step.host_seconds / step.median_seconds));
-  row("operations, each by itself", fmt::format("{:.2f} ms", 1e3 * step.operations_seconds));
-  row("floor of this machine",
-      fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
-                  100 * step.floor_seconds / step.median_seconds));
+  if (step.ranks == 1) {
+    row("operations, each by itself", fmt::format("{:.2f} ms", 1e3 * step.operations_seconds));
+    row("floor of this machine",
+        fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
+                    100 * step.floor_seconds / step.median_seconds));
+  } else {
+    row(fmt::format("communication of {} ranks, exposed", step.ranks),
+        fmt::format("{:.2f} ms, {:.2f} %", 1e3 * step.exposed_communication_seconds,
+                    100 * step.exposed_communication_seconds / step.median_seconds));
+  }
   row("model TFLOP/s, causal attention",
       fmt::format("{:.4g}", 1e-12 * step.model_flops / step.median_seconds));
   if (step.peak_flops) {
@@ -137,13 +143,16 @@ void bench_step(const BenchArguments& arguments) {
   check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
               "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
   const RunConfig config = load_run_config(arguments.what[1], arguments.settings);
-  if (config.run.threads > 0) omp_set_num_threads(static_cast<int>(config.run.threads));
   StepBenchmarkOptions options;
   check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
               "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
   options.steps = static_cast<int>(arguments.steps);
   options.warmup_steps = static_cast<int>(arguments.warmup);
-  const StepBenchmark step = benchmark_step(config, backend_of(config.run.device), options);
+  Backend& backend = backend_of(config.run.device);
+  ProcessRanks ranks(backend, ".", config.parallel.timeout_seconds, config.run.threads);
+  const StepBenchmark step = benchmark_step(config, backend, ranks.all(), options);
+  ranks.leave();
+  if (!ranks.leads()) return;
   if (arguments.json) {
     fmt::print("{}\n", step.to_json(config));
   } else {

@@ -1,17 +1,14 @@
 // agoq train: trains what a configuration describes.
 #include <fmt/format.h>
-#include <omp.h>
 
-#include <algorithm>
 #include <csignal>
-#include <cstdlib>
 #include <memory>
 
 #include "backend/profiled_backend.h"
 #include "cli/command.h"
 #include "cli/operation_table.h"
+#include "cli/process_ranks.h"
 #include "cli/summary_table.h"
-#include "comm/launch.h"
 #include "train/training_run.h"
 
 namespace agoq {
@@ -26,15 +23,6 @@ struct TrainArguments {
   bool json = false;
 };
 
-/// Ranks of one machine share its processors.
-void set_threads(const RunConfig& config, const Launch& launch) {
-  if (config.run.threads > 0) {
-    omp_set_num_threads(static_cast<int>(config.run.threads));
-  } else if (launch.local_size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
-    omp_set_num_threads(std::max(1, omp_get_num_procs() / launch.local_size));
-  }
-}
-
 void train(const TrainArguments& arguments) {
   check_input(!(arguments.resume && arguments.overwrite),
               "--resume goes on with a run and --overwrite removes it: give one of them");
@@ -42,24 +30,18 @@ void train(const TrainArguments& arguments) {
   // saves a checkpoint; the signal would end it at once.
   std::signal(SIGPIPE, SIG_IGN);
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
-  const Launch launch = launch_from_environment();
-  set_threads(config, launch);
   RunOptions options;
   options.show_progress = !arguments.json;
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
   Backend& backend = backend_of(config.run.device);
-  backend.use_device(launch.local_rank);
-  std::unique_ptr<Communicator> ranks =
-      world(launch, backend, {config.run.directory, config.parallel.timeout_seconds});
-  options.ranks = ranks.get();
+  ProcessRanks ranks(backend, config.run.directory, config.parallel.timeout_seconds, config.run.threads);
+  options.ranks = &ranks.all();
   ProfiledBackend profiled(backend);
   const RunSummary summary =
       run_training(config, arguments.profile ? static_cast<Backend&>(profiled) : backend, options);
-  const bool leads = ranks->rank() == 0;
-  ranks.reset();
-  leave_world(launch);
-  if (!leads) return;
+  ranks.leave();
+  if (!ranks.leads()) return;
   if (arguments.profile) {
     fmt::print(arguments.json ? stderr : stdout,
                "\nThe whole run, each operation timed by itself:\n{}\n",

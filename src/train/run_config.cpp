@@ -339,4 +339,13 @@ std::string to_toml(const RunConfig& config) {
   return text;
 }
 
+RunConfig with_ranks(const RunConfig& config, const Communicator& ranks) {
+  check_input(config.parallel.ranks == 0 || config.parallel.ranks == ranks.size(),
+              "parallel.ranks is {} and {} ranks were launched: launch as many, or leave it 0",
+              config.parallel.ranks, ranks.size());
+  RunConfig known = config;
+  known.parallel.ranks = ranks.size();
+  return known;
+}
+
 }  // namespace agoq

@@ -110,6 +110,10 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
 std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunConfig& now,
                                            const std::string& name);
 
+/// The configuration with the number of ranks that are there as parallel.ranks. Throws Error (kInput) if
+/// it asks for another number.
+RunConfig with_ranks(const RunConfig& config, const Communicator& ranks);
+
 /// All settings as TOML, each under its description.
 std::string to_toml(const RunConfig& config);
 

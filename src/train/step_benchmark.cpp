@@ -200,16 +200,17 @@ void measure_floor(const RunConfig& config, Backend& backend, StepBenchmark& res
 
 }  // namespace
 
-StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
+StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communicator& ranks,
                              const StepBenchmarkOptions& options) {
   check_input(options.steps >= 1 && options.warmup_steps >= 0, "--steps is at least 1; {} was given",
               options.steps);
   // The schedule has no learning rate past train.steps, which need not be as many as are timed.
-  RunConfig config = given;
+  RunConfig config = with_ranks(given, ranks);
   config.run.steps =
       std::max<std::int64_t>(config.run.steps, std::int64_t{options.warmup_steps} + options.steps + 2);
   const std::optional<DeviceMemory> at_start = backend.device_memory();
   StepBenchmark result;
+  result.ranks = ranks.size();
   result.plan = plan_run(config, backend, 0, false);
   check_fits(result.plan, config, backend);
   backend.expect_ready();
@@ -220,9 +221,10 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
       static_cast<double>(result.tokens) *
       (6 * matrix_weights(config.model) + attention_flops(config, /*causal=*/false));
   if (at_start) result.peak_flops = peak_flops_of(at_start->name);
+  if (result.peak_flops) *result.peak_flops *= ranks.size();
 
   std::vector<HostBatch> batches;
-  for (std::int64_t m = 0; m < config.run.micro_batches; ++m) {
+  for (std::int64_t m = ranks.rank(); m < config.run.micro_batches; m += ranks.size()) {
     batches.push_back(random_batch(config, static_cast<std::uint32_t>(m)));
   }
   const auto queue_gradients = [&](Trainer& trainer) {
@@ -236,23 +238,27 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
   {
     RunArenas arenas(backend.allocator(), result.plan.classes);
     {
-      Trainer trainer(config, backend, arenas);
+      Trainer trainer(config, backend, arenas, ranks);
       trainer.initialise();
       for (int i = 0; i < options.warmup_steps; ++i) step(trainer);
       const Context context = trainer.context();
-      std::vector<double> host_seconds;
+      std::vector<double> host_seconds, exposed_seconds;
       for (int i = 0; i < options.steps; ++i) {
         // The host's clock: what the host does between operations is part of a step. time() only waits
         // for what is queued.
         backend.time(context, [] {});
+        ranks.barrier();
         const Clock::time_point start = Clock::now();
         queue_gradients(trainer);
         host_seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
-        result.loss = trainer.finish_step().loss;
+        const StepReport report = trainer.finish_step();
+        result.loss = report.loss;
+        exposed_seconds.push_back(report.exposed_communication_seconds);
         backend.time(context, [] {});
         result.step_seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
       }
       result.host_seconds = median(std::move(host_seconds));
+      result.exposed_communication_seconds = median(std::move(exposed_seconds));
       if (at_start) {
         result.peak_bytes_measured = static_cast<std::int64_t>(at_start->free) -
                                      static_cast<std::int64_t>(backend.device_memory()->free);
@@ -261,6 +267,9 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
       }
     }
   }
+  result.median_seconds = median(result.step_seconds);
+  result.tokens_per_second = static_cast<double>(result.tokens) / result.median_seconds;
+  if (ranks.size() > 1) return result;
   {
     RunArenas arenas(backend.allocator(), result.plan.classes);
     ProfiledBackend profiled(backend);
@@ -274,14 +283,13 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend,
       result.operations_seconds += operation.seconds;
   }
   measure_floor(config, backend, result);
-  result.median_seconds = median(result.step_seconds);
-  result.tokens_per_second = static_cast<double>(result.tokens) / result.median_seconds;
   return result;
 }
 
 std::string StepBenchmark::to_json(const RunConfig& config) const {
   nlohmann::ordered_json json;
   json["device"] = plan.device ? plan.device->name : "cpu";
+  json["ranks"] = ranks;
   json["policy"] = name_of(config.activations.policy);
   json["layers"] = config.model.layers;
   json["sequence"] = config.run.sequence;
@@ -293,9 +301,15 @@ std::string StepBenchmark::to_json(const RunConfig& config) const {
   json["step_seconds_median"] = median_seconds;
   json["host_seconds_median"] = host_seconds;
   json["step_seconds"] = step_seconds;
-  json["floor_seconds"] = floor_seconds;
-  json["share_of_floor"] = floor_seconds / median_seconds;
-  json["copy_bytes_per_second"] = copy_bytes_per_second;
+  if (ranks > 1) {
+    json["exposed_communication_seconds_median"] = exposed_communication_seconds;
+    json["exposed_communication_share"] = exposed_communication_seconds / median_seconds;
+    json["shard_optimizer"] = config.parallel.reduction.sharded;
+  } else {
+    json["floor_seconds"] = floor_seconds;
+    json["share_of_floor"] = floor_seconds / median_seconds;
+    json["copy_bytes_per_second"] = copy_bytes_per_second;
+  }
   json["model_flops_per_step"]["causal"] = model_flops;
   json["model_flops_per_step"]["full_attention"] = model_flops_full;
   if (peak_flops) {

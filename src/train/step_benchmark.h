@@ -24,28 +24,34 @@ struct StepBenchmarkOptions {
 };
 
 struct StepBenchmark {
-  std::int64_t tokens = 0;           // of a step
+  int ranks = 1;
+  std::int64_t tokens = 0;           // of a step, over all ranks
   std::vector<double> step_seconds;  // of each timed step
   double median_seconds = 0;
   // Median over steps: what the host takes until everything up to the last gradient is queued. On a GPU
   // the rest of a step is waiting, as long as the queue does not fill up.
   double host_seconds = 0;
   double tokens_per_second = 0;
+  // Median over steps of the time from the end of the backward pass to that of the gradients' reduction,
+  // on the rank where it is longest.
+  double exposed_communication_seconds = 0;
   double model_flops = 0;            // of a step, causal attention
   double model_flops_full = 0;       // of a step, attention over the full square
-  std::optional<double> peak_flops;  // of the device, dense BF16; nothing for devices not listed
+  std::optional<double> peak_flops;  // of the devices, dense BF16; nothing for those not listed
   std::int64_t peak_bytes_measured = 0;
   RunPlan plan;
-  std::vector<OperationProfile> operations;  // of one step, each operation timed by itself
-  double operations_seconds = 0;             // their sum
-  double copy_bytes_per_second = 0;          // read and write
-  double floor_seconds = 0;                  // of a step
-  double loss = 0;                           // of the last step, so that nobody optimises it away
+  // Of a rank that is alone only: of one step, each operation timed by itself; and the floor.
+  std::vector<OperationProfile> operations;
+  double operations_seconds = 0;     // their sum
+  double copy_bytes_per_second = 0;  // read and write
+  double floor_seconds = 0;          // of a step
+  double loss = 0;                   // of the last step, so that nobody optimises it away
 
   std::string to_json(const RunConfig& config) const;
 };
 
-StepBenchmark benchmark_step(const RunConfig& config, Backend& backend,
+/// Collective over `ranks`, which share the step's micro-batches.
+StepBenchmark benchmark_step(const RunConfig& config, Backend& backend, Communicator& ranks,
                              const StepBenchmarkOptions& options);
 
 }  // namespace agoq

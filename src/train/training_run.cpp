@@ -184,16 +184,6 @@ RunSummary read_summary(const std::string& directory) {
 
 namespace {
 
-/// With the number of ranks that are there.
-RunConfig with_ranks(const RunConfig& config, const Communicator& ranks) {
-  check_input(config.parallel.ranks == 0 || config.parallel.ranks == ranks.size(),
-              "parallel.ranks is {} and {} ranks were launched: launch as many, or leave it 0",
-              config.parallel.ranks, ranks.size());
-  RunConfig known = config;
-  known.parallel.ranks = ranks.size();
-  return known;
-}
-
 /// run_training; step_under_way counts from 1 and is 0 before the first.
 RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ranks,
                      const RunOptions& options, std::int64_t& step_under_way) {
