@@ -15,6 +15,8 @@
 #include "cli/operation_table.h"
 #include "cli/process_ranks.h"
 #include "cli/table.h"
+#include "comm/communication_benchmark.h"
+#include "comm/launch.h"
 #include "core/quantity.h"
 #include "train/step_benchmark.h"
 
@@ -27,13 +29,25 @@ constexpr std::int64_t kDeviceTokens = 16384, kHostTokens = 256;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 27;
 constexpr std::int64_t kMostSteps = 1000;
 
+// Gradients that ranks reduce: of a small layer, the paper's, and what a node's links are judged by. The
+// last takes a CPU minutes.
+constexpr std::int64_t kReducedElements[] = {std::int64_t{1} << 20, std::int64_t{1} << 25,
+                                             std::int64_t{1} << 28};
+constexpr std::size_t kHostSizes = 2;
+constexpr std::int64_t kMostElements = std::int64_t{1} << 36;
+
 struct BenchArguments {
-  std::vector<std::string> what;  // "kernels", or "step" and a configuration
+  std::vector<std::string> what;  // "kernels", "comm", or "step" and a configuration
   std::string device = "cpu";
   std::vector<std::string> settings;
   std::int64_t tokens = 0;
   std::int64_t steps = 10;
   std::int64_t warmup = 3;
+  std::int64_t elements = 0;
+  std::int64_t bucket = CommunicationBenchmarkOptions{}.bucket_elements;
+  std::int64_t repetitions = CommunicationBenchmarkOptions{}.repetitions;
+  std::int64_t multiprocessors = 0;
+  std::string rendezvous = ".";
   bool json = false;
 };
 
@@ -160,11 +174,128 @@ void bench_step(const BenchArguments& arguments) {
   }
 }
 
+/// The time of `variant` at the size of `of`.
+double seconds_at(const std::vector<CommunicationTime>& times, const CommunicationTime& of,
+                  CommunicationVariant variant) {
+  const auto found = std::find_if(times.begin(), times.end(), [&](const CommunicationTime& time) {
+    return time.variant == variant && time.elements == of.elements;
+  });
+  return found->seconds;
+}
+
+bool has_bf16_control(const CommunicationTime& time) {
+  return control_of(time.variant) == CommunicationVariant::kFp32 &&
+         time.variant != CommunicationVariant::kExchange;
+}
+
+void print_comm_table(const Communicator& ranks, const Backend& backend,
+                      const std::vector<CommunicationTime>& times) {
+  Table table({{"elements", Align::kRight},
+               {"variant"},
+               {"ms", Align::kRight},
+               {"sent", Align::kRight},
+               {"GB/s", Align::kRight},
+               {"of fp32", Align::kRight},
+               {"of bf16", Align::kRight},
+               {"error", Align::kRight}});
+  for (const CommunicationTime& time : times) {
+    const auto of = [&](CommunicationVariant control) {
+      return fmt::format("{:.3f}", time.seconds / seconds_at(times, time, control));
+    };
+    const bool plain = time.variant == CommunicationVariant::kExchange;
+    table.add_row({format_count(time.elements), std::string(name_of(time.variant)),
+                   fmt::format("{:.4f}", 1e3 * time.seconds), format_bytes(time.wire_bytes),
+                   fmt::format("{:.2f}", 1e-9 * time.bus_bytes_per_second()),
+                   plain ? "" : of(control_of(time.variant)),
+                   has_bf16_control(time) ? of(CommunicationVariant::kBf16) : "",
+                   plain ? "" : fmt::format("{:.1e}", time.relative_error)});
+  }
+  fmt::print(
+      "{}\n{} ranks, {}; rank 0: {}\nTimes are medians of the slowest rank's. Of fp32: the time of the "
+      "library's fp32 all-reduce, or\nreduce-scatter for ZeRO-1. Error: relative, against the fp32 "
+      "sum.\n",
+      table.to_string(), ranks.size(), ranks.description(), backend.description());
+}
+
+void print_comm_json(const Communicator& ranks, const Backend& backend,
+                     const std::vector<CommunicationTime>& times) {
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+  for (const CommunicationTime& time : times) {
+    nlohmann::ordered_json entry;
+    entry["elements"] = time.elements;
+    entry["variant"] = name_of(time.variant);
+    entry["seconds"] = time.seconds;
+    entry["wire_bytes"] = time.wire_bytes;
+    entry["bus_bytes_per_second"] = time.bus_bytes_per_second();
+    if (time.variant != CommunicationVariant::kExchange) {
+      entry["time_over_fp32"] = time.seconds / seconds_at(times, time, control_of(time.variant));
+      entry["relative_error"] = time.relative_error;
+    }
+    if (has_bf16_control(time)) {
+      entry["time_over_bf16"] = time.seconds / seconds_at(times, time, CommunicationVariant::kBf16);
+    }
+    list.push_back(std::move(entry));
+  }
+  nlohmann::ordered_json json;
+  json["commit"] = build_info().commit;
+  json["ranks"] = ranks.size();
+  json["transport"] = ranks.description();
+  json["backend"] = backend.description();
+  json["variants"] = std::move(list);
+  fmt::print("{}\n", to_text(json));
+}
+
+void bench_comm(const BenchArguments& arguments) {
+  check_input(0 <= arguments.elements && arguments.elements <= kMostElements,
+              "--elements is at least 1 and at most {}; {} was given", kMostElements,
+              arguments.elements);
+  check_input(1 <= arguments.bucket, "--bucket is at least 1; {} was given", arguments.bucket);
+  check_input(1 <= arguments.repetitions && arguments.repetitions <= kMostSteps,
+              "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
+  check_input(0 <= arguments.multiprocessors && arguments.multiprocessors <= kMostSteps,
+              "--multiprocessors is from 0 to {}; {} was given", kMostSteps, arguments.multiprocessors);
+  Backend& backend = backend_named(arguments.device);
+  const Launch launch = launch_from_environment();
+  backend.use_device(launch.local_rank);
+  WorldOptions options;
+  options.rendezvous_directory = arguments.rendezvous;
+  options.multiprocessors = static_cast<int>(arguments.multiprocessors);
+  {
+    const std::unique_ptr<Communicator> ranks = world(launch, backend, options);
+    std::vector<std::int64_t> sizes{arguments.elements};
+    if (arguments.elements == 0) {
+      sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
+                                                     ? std::end(kReducedElements)
+                                                     : std::begin(kReducedElements) + kHostSizes);
+    }
+    CommunicationBenchmarkOptions benchmark;
+    benchmark.repetitions = static_cast<int>(arguments.repetitions);
+    benchmark.bucket_elements = arguments.bucket;
+    std::vector<CommunicationTime> times;
+    for (const std::int64_t elements : sizes) {
+      for (const CommunicationTime& time : measure_communication(*ranks, backend, elements, benchmark)) {
+        times.push_back(time);
+      }
+    }
+    if (ranks->rank() == 0) {
+      if (arguments.json) {
+        print_comm_json(*ranks, backend, times);
+      } else {
+        print_comm_table(*ranks, backend, times);
+      }
+    }
+  }
+  leave_world(launch);
+}
+
 void run_bench(const BenchArguments& arguments) {
   if (arguments.what.front() == "kernels" && arguments.what.size() == 1) return bench_kernels(arguments);
   if (arguments.what.front() == "step" && arguments.what.size() == 2) return bench_step(arguments);
+  if (arguments.what.front() == "comm" && arguments.what.size() == 1) return bench_comm(arguments);
   fail_input(
-      "'agoq bench kernels' and 'agoq bench step CONFIG' are what there is; 'agoq bench {}' was given",
+      "'agoq bench kernels', 'agoq bench step CONFIG' and 'agoq bench comm' are what there is; 'agoq "
+      "bench "
+      "{}' was given",
       fmt::join(arguments.what, " "));
 }
 
@@ -172,14 +303,25 @@ void run_bench(const BenchArguments& arguments) {
 
 Action declare_bench(Arguments& arguments) {
   const auto given = std::make_shared<BenchArguments>();
-  arguments.positional("WHAT", given->what,
-                       "kernels: every memory-bound operation against a plain copy, at the sizes of "
-                       "LLaMA3-8B; step CONFIG: training steps on random tokens");
-  arguments.option("--device", "DEVICE", given->device, "kernels: cpu or cuda");
+  arguments.positional(
+      "WHAT", given->what,
+      "kernels: every memory-bound operation against a plain copy, at the sizes of "
+      "LLaMA3-8B; step CONFIG: training steps on random tokens; comm: gradients reduced "
+      "over the ranks that a launcher has started");
+  arguments.option("--device", "DEVICE", given->device, "kernels, comm: cpu or cuda");
   arguments.option("--tokens", "N", given->tokens, "kernels: tokens; 0: 16,384 on cuda, 256 on cpu");
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
   arguments.option("--steps", "N", given->steps, "step: steps that are timed");
   arguments.option("--warmup", "N", given->warmup, "step: steps before them");
+  arguments.option("--elements", "N", given->elements,
+                   "comm: gradients, a multiple of 4096; 0: 2^20, 2^25 and, on cuda, 2^28");
+  arguments.option("--bucket", "N", given->bucket, "comm: gradients that are exchanged at a time");
+  arguments.option("--repetitions", "N", given->repetitions, "comm: how often each is timed");
+  arguments.option("--multiprocessors", "N", given->multiprocessors,
+                   "comm: of a GPU, for NCCL's kernels; 0: as many as it chooses");
+  arguments.option(
+      "--rendezvous", "DIR", given->rendezvous,
+      "comm: a directory that all ranks see, for those on GPUs that were started without MPI");
   arguments.flag("--json", given->json, "print JSON");
   return [given] { run_bench(*given); };
 }

@@ -49,6 +49,10 @@ class Communicator {
   /// sum over the ranks; the others hold anything afterwards.  x fp32 or bf16.
   virtual void reduce_scatter(const Context&, const Tensor& x, std::span<const std::int64_t> counts) = 0;
 
+  /// Returns when all that is queued on the context's stream is done. What waits for it in another way
+  /// waits for ever when a rank is gone.
+  virtual void wait(const Context&) {}
+
   /// all[r * bytes ...] = what rank r gave as `mine`, in host memory.
   virtual void gather(const void* mine, void* all, std::size_t bytes) = 0;
 

@@ -35,6 +35,9 @@ struct WorldOptions {
   /// Where NCCL's unique id goes from rank to rank without MPI: a directory that all of them see.
   std::string rendezvous_directory;
   double timeout_seconds = 60;  // of one exchange
+  /// Of a GPU, for NCCL's kernels at most: they share it with the backward pass. 0: as many as NCCL
+  /// chooses.
+  int multiprocessors = 0;
 };
 
 /// The communicator of all ranks of `launch`, for data in `backend`'s memory. Collective. Throws Error

@@ -55,9 +55,18 @@ class ThreadRank : public Communicator {
     }
     board_.barrier.arrive_and_wait();
   }
-  void all_reduce(const Context&, const Tensor&) override { fail("threads: all_reduce is not needed"); }
-  void reduce_scatter(const Context&, const Tensor&, std::span<const std::int64_t>) override {
-    fail("threads: reduce_scatter is not needed");
+  void all_reduce(const Context& context, const Tensor& x) override {
+    expect_summable("all_reduce", x);
+    if (context.workspace.is_measuring()) return;
+    sum(x, 0, x.count());
+  }
+  void reduce_scatter(const Context& context, const Tensor& x,
+                      std::span<const std::int64_t> counts) override {
+    expect_parts(*this, x, counts);
+    if (context.workspace.is_measuring()) return;
+    std::int64_t first = 0;
+    for (int r = 0; r < rank_; ++r) first += counts[static_cast<std::size_t>(r)];
+    sum(x, first, first + counts[static_cast<std::size_t>(rank_)]);
   }
   void gather(const void* mine, void* all, std::size_t bytes) override {
     board_.places[static_cast<std::size_t>(rank_)].value = mine;
@@ -70,6 +79,31 @@ class ThreadRank : public Communicator {
   std::unique_ptr<Communicator> split(int, int) override { fail("threads: split is not needed"); }
 
  private:
+  static double get(const Tensor& x, const std::byte* data, std::int64_t i) {
+    if (x.type == ElementType::kFp64) return reinterpret_cast<const double*>(data)[i];
+    if (x.type == ElementType::kFp32) return reinterpret_cast<const float*>(data)[i];
+    return to_float(reinterpret_cast<const Bf16*>(data)[i]);
+  }
+  /// Elements [first, last) of x become their sum over the ranks.
+  void sum(const Tensor& x, std::int64_t first, std::int64_t last) {
+    board_.places[static_cast<std::size_t>(rank_)].value = x.data;
+    board_.barrier.arrive_and_wait();
+    std::vector<double> sums(static_cast<std::size_t>(last - first), 0.0);
+    for (const Board::Place& place : board_.places) {
+      for (std::int64_t i = first; i < last; ++i) {
+        sums[static_cast<std::size_t>(i - first)] +=
+            get(x, static_cast<const std::byte*>(place.value), i);
+      }
+    }
+    board_.barrier.arrive_and_wait();
+    for (std::int64_t i = first; i < last; ++i) {
+      const double value = sums[static_cast<std::size_t>(i - first)];
+      if (x.type == ElementType::kFp64) x.as<double>()[i] = value;
+      if (x.type == ElementType::kFp32) x.as<float>()[i] = static_cast<float>(value);
+      if (x.type == ElementType::kBf16) x.as<Bf16>()[i] = to_bf16(static_cast<float>(value));
+    }
+  }
+
   Board& board_;
   int rank_;
 };

@@ -59,6 +59,7 @@ struct Operands {
   MasterKind kind;
   Scalars scalars;
   RandomWords weight_key, first_key, second_key;
+  std::int64_t first_element;  // of the weight's first in the whole tensor: for stochastic rounding
 };
 
 __device__ __forceinline__ void update_moments(const Scalars& s, float gradient, float& first,
@@ -265,7 +266,7 @@ struct Weights {
         RandomWords words{};
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          const auto index = static_cast<std::uint64_t>(first + i);
+          const auto index = static_cast<std::uint64_t>(operands.first_element + first + i);
           if (i == 0 || index % 4 == 0) words = random_words(operands.weight_key, index / 4);
           const std::uint32_t word = index % 4 == 0   ? words.word[0]
                                      : index % 4 == 1 ? words.word[1]
@@ -743,7 +744,8 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
                           scalars,
                           mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
                           mixed_key(first_key),
-                          mixed_key(second_key)};
+                          mixed_key(second_key),
+                          tensors.first_moment.first_row * tensors.gradient.width()};
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t groups = operands.gradient.groups;
   if (is_flat(operands)) {

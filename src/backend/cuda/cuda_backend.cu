@@ -105,6 +105,46 @@ std::string CudaBackend::description() const {
                      runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
 }
 
+void CudaBackend::use_device(int index) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    device();  // says what is missing
+  }
+  // Some launchers show each of their processes its own GPU only.
+  if (count == 1) return;
+  check_input(index < count,
+              "this process is number {} on its machine, which has {} GPUs: start one process per GPU "
+              "(CUDA_VISIBLE_DEVICES hides GPUs)",
+              index, count);
+  expect_success(cudaSetDevice(index), "choosing the GPU");
+}
+
+Stream CudaBackend::side_stream(int index) {
+  while (static_cast<int>(side_streams_.size()) <= index) {
+    int least = 0, greatest = 0;
+    expect_success(cudaDeviceGetStreamPriorityRange(&least, &greatest), "making a stream");
+    // What other ranks wait for goes before what only this one does.
+    cudaStream_t stream = nullptr;
+    expect_success(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+                   "making a stream");
+    side_streams_.push_back({stream});
+  }
+  return side_streams_[static_cast<std::size_t>(index)];
+}
+
+void CudaBackend::order(Stream earlier, Stream later) {
+  if (order_event_ == nullptr) {
+    cudaEvent_t event = nullptr;
+    expect_success(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    order_event_ = event;
+  }
+  // A wait is for what the event holds when it is queued, so the event can be recorded again.
+  const auto event = static_cast<cudaEvent_t>(order_event_);
+  expect_success(cudaEventRecord(event, stream_of(earlier)), "ordering streams");
+  expect_success(cudaStreamWaitEvent(stream_of(later), event, 0), "ordering streams");
+}
+
 double CudaBackend::time(const Context& context, const std::function<void()>& work) {
   if (context.workspace.is_measuring()) {
     work();

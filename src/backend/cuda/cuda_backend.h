@@ -32,6 +32,9 @@ class CudaBackend : public Backend {
   void set_attention_groups(int groups) override;
   /// A GPU, its driver, cuBLASLt and, where the build has it and the mode uses it, cuDNN.
   void expect_ready() override;
+  void use_device(int index) override;
+  Stream side_stream(int index) override;
+  void order(Stream earlier, Stream later) override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
@@ -89,6 +92,12 @@ class CudaBackend : public Backend {
   void accumulate(const Context&, const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                   const Tensor& counters) override;
 
+  // pieces.cu
+  void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                  const RandomKey& key, const Tensor& counters) override;
+  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
+                             const Tensor& total) override;
+
   // adamw.cu
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
@@ -120,6 +129,8 @@ class CudaBackend : public Backend {
  private:
   Libraries& libraries();
   std::unique_ptr<Libraries> libraries_;
+  std::vector<Stream> side_streams_;
+  void* order_event_ = nullptr;  // cudaEvent_t; recorded and waited for at once
 };
 
 }  // namespace agoq::cuda

@@ -64,6 +64,7 @@ struct QuantView {
   RowBytes segment;              // bytes per segment; `bits` of one extra bit plane
   std::int64_t bits_stride = 0;  // bytes from one extra bit plane to the next
   std::int64_t row_length = 0;   // elements
+  std::int64_t first_row = 0;    // see QuantTensor: for stochastic rounding
   std::int64_t segment_length = 0;
   std::uint32_t segments = 1;
   std::uint32_t groups_per_segment = 1;
@@ -102,6 +103,7 @@ inline QuantView view_of(const QuantTensor& tensor) {
   view.super = tensor.super;
   view.row = row_bytes(tensor.format, tensor.grid);
   view.row_length = tensor.grid.row_length;
+  view.first_row = tensor.first_row;
   view.segment_length = tensor.grid.segment_length();
   view.segments = static_cast<std::uint32_t>(tensor.grid.segments);
   view.groups_per_segment =
@@ -872,7 +874,8 @@ inline __device__ __noinline__ void encode_rarely_used(const QuantView& view, co
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     const float reciprocal = value_of(view, scales.reciprocal, chunk);
     const int begin = vector_begin(chunk), count = vector_count(group, chunk);
-    const auto element = static_cast<std::uint64_t>(group.row * view.row_length + group.column + begin);
+    const auto element = static_cast<std::uint64_t>((view.first_row + group.row) * view.row_length +
+                                                    group.column + begin);
     VectorCodes bytes;
     std::uint32_t nibbles = 0, fifth = 0, sixth = 0;
 #pragma unroll 1

@@ -13,24 +13,15 @@
 // them: 2^-24 of each eight squares at most, as much as the CPU rounds each element by.
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_codec.cuh"
+#include "backend/cuda/part_sums.cuh"
 #include "backend/operand_checks.h"
 
 namespace agoq::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kSumThreads;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kParts = 2048;
-
-/// The sum of `value` over the block, in thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double of_warps[kWarps];
-  value = warp_sum(value);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = threadIdx.x < kWarps ? of_warps[threadIdx.x] : 0.0;
-  return threadIdx.x < kWarp ? warp_sum(value) : 0.0;
-}
+constexpr int kParts = kSumParts;
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
@@ -44,15 +35,8 @@ __global__ void __launch_bounds__(kThreads)
       total += to_float(x[i]);
     }
   }
-  total = block_sum(total);
+  total = block_sum<kThreads>(total);
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
-}
-
-__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const double* parts, double* total) {
-  double value = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < kParts; i += kThreads) value += parts[i];
-  value = block_sum(value);
-  if (threadIdx.x == 0) *total = value;
 }
 
 /// A warp's share of group `index`.
@@ -92,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(QuantView view
        index += std::uint64_t{kParts} * kWarps) {
     total += group_sum_of_squares<code>(view, static_cast<std::uint32_t>(index));
   }
-  total = block_sum(total);
+  total = block_sum<kThreads>(total);
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 
@@ -133,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
       total = fma(wide_scale * wide_scale, squares, total);
     }
   }
-  total = block_sum(total);
+  total = block_sum<kThreads>(total);
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 
@@ -141,16 +125,6 @@ bool is_flat(const QuantView& view) {
   return view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 &&
          view.segment_length % view.block == 0 &&
          reinterpret_cast<std::uintptr_t>(view.codes) % sizeof(uint4) == 0;
-}
-
-void check_total(std::string_view operation, const Tensor& total) {
-  check(total.type == ElementType::kFp64 && total.count() == 1,
-        "{}: the total is one fp64 element; {} {} was given", operation, name_of(total.type),
-        total.shape.to_string());
-}
-
-Tensor take_parts(const Context& context) {
-  return context.workspace.take(ElementType::kFp64, Shape{kParts});
 }
 
 }  // namespace
@@ -171,7 +145,7 @@ void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& tot
     case ElementType::kFp16: run.template operator()<Fp16>(); break;
     default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
   }
-  sum_parts_kernel<<<1, kThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+  add_parts(stream, parts, total);
   expect_launched("sum");
 }
 
@@ -190,7 +164,7 @@ void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, c
     flat_sum_of_squares_kernel<<<kParts, kThreads, 0, stream>>>(
         reinterpret_cast<const uint4*>(view.codes), reinterpret_cast<const float*>(view.scales),
         view.block_shift, x.grid.count() / kWide, parts.as<double>());
-    sum_parts_kernel<<<1, kThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+    add_parts(stream, parts, total);
     return expect_launched("sum_of_squares");
   }
   switch (view.path) {
@@ -199,7 +173,7 @@ void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, c
     case Code::kFp32: run.template operator()<Code::kFp32>(); break;
     default: run.template operator()<kSharedPath>();
   }
-  sum_parts_kernel<<<1, kThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+  add_parts(stream, parts, total);
   expect_launched("sum_of_squares");
 }
 

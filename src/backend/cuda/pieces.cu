@@ -1,0 +1,376 @@
+// Sums of what several ranks hold of the same rows.
+//
+//   add_pieces              sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
+//   pieces_sum_of_squares   total = sum over elements of (Q^-1(p0) + Q^-1(p1) + ...)^2
+//
+// Elements are added in FP32, in the order of the pieces. Up to kMostPieces pieces are read by one
+// kernel, which has their planes' addresses in its parameters; more go by the default bodies.
+//
+// add_pieces. E4M3 under FP32 scales in segments of whole blocks, planes without gaps: a thread owns
+// *units* of sixteen neighbouring elements, which lie in one block, and reads two pieces at a time.
+// Other formats: a warp owns groups (group_codec.cuh).
+//
+// pieces_sum_of_squares. Every row is cut into units of sixteen columns, the last one short; unit u
+// belongs to thread u modulo all threads, which adds its units in order and the elements of a unit in
+// order, in FP64; threads and blocks are added in fixed trees (part_sums.cuh). So the result depends on
+// the values only: it has the same bits for pieces and for their FP32 sum, whatever the format, block or
+// segments.
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/group_codec.cuh"
+#include "backend/cuda/part_sums.cuh"
+#include "backend/operand_checks.h"
+
+namespace agoq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kMostPieces = 64;
+constexpr int kUnit = 16;
+
+/// Where the pieces' planes are; all else is alike.
+struct Planes {
+  std::byte* codes[kMostPieces];
+  std::byte* bits[kMostPieces];
+  std::byte* scales[kMostPieces];
+  std::byte* super[kMostPieces];
+  int count;
+};
+
+Planes planes_of(std::span<const QuantTensor> pieces) {
+  Planes planes{};
+  for (std::size_t p = 0; p < pieces.size(); ++p) {
+    planes.codes[p] = pieces[p].codes;
+    planes.bits[p] = pieces[p].bits;
+    planes.scales[p] = pieces[p].scales;
+    planes.super[p] = pieces[p].super;
+  }
+  planes.count = static_cast<int>(pieces.size());
+  return planes;
+}
+
+/// The view of the first piece, aligned where all are.
+QuantView view_of_all(std::span<const QuantTensor> pieces) {
+  QuantView view = view_of(pieces.front());
+  for (const QuantTensor& piece : pieces) view.aligned = view.aligned && view_of(piece).aligned;
+  return view;
+}
+
+__device__ __forceinline__ QuantView view_of_piece(const QuantView& all, const Planes& planes,
+                                                   int piece) {
+  QuantView view = all;
+  view.codes = planes.codes[piece];
+  view.bits = planes.bits[piece];
+  view.scales = planes.scales[piece];
+  view.super = planes.super[piece];
+  return view;
+}
+
+// --- units of E4M3 under FP32 scales, planes without gaps ---
+
+/// Whether unit u is elements [16 u, 16 u + 16) of the code plane and lies in block 16 u / block.
+bool has_flat_units(const QuantView& view) {
+  return view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
+         view.segment_length % view.block == 0;
+}
+
+struct PieceUnit {
+  uint4 codes;
+  float scale;
+};
+__device__ __forceinline__ PieceUnit load_unit(const Planes& planes, int piece, std::int64_t unit,
+                                               int block_shift) {
+  return {reinterpret_cast<const uint4*>(planes.codes[piece])[unit],
+          reinterpret_cast<const float*>(planes.scales[piece])[unit * kUnit >> block_shift]};
+}
+
+/// x = or += the unit's elements.
+template <bool adds>
+__device__ __forceinline__ void decode_unit(const PieceUnit& unit, float (&x)[kUnit]) {
+  uint4 codes = unit.codes;
+  if (unit.scale == 0.0f) codes = make_uint4(0, 0, 0, 0);  // a block whose scale is zero is zeros
+  float low[kVector], high[kVector];
+  group_detail::decode_vector<Code::kE4m3>({codes.x, codes.y}, 0.0f, low);
+  group_detail::decode_vector<Code::kE4m3>({codes.z, codes.w}, 0.0f, high);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float of_low = low[i] * unit.scale, of_high = high[i] * unit.scale;
+    x[i] = adds ? x[i] + of_low : of_low;
+    x[kVector + i] = adds ? x[kVector + i] + of_high : of_high;
+  }
+}
+
+/// x = the sum of the pieces' elements of a unit that exists.
+__device__ __forceinline__ void sum_unit(const Planes& planes, std::int64_t unit, int block_shift,
+                                         float (&x)[kUnit]) {
+  const int count = planes.count;
+  PieceUnit even = load_unit(planes, 0, unit, block_shift), odd{};
+  if (count > 1) odd = load_unit(planes, 1, unit, block_shift);
+  decode_unit<false>(even, x);
+#pragma unroll 1
+  for (int piece = 1; piece < count; piece += 2) {
+    if (piece + 1 < count) even = load_unit(planes, piece + 1, unit, block_shift);
+    decode_unit<true>(odd, x);
+    if (piece + 2 < count) odd = load_unit(planes, piece + 2, unit, block_shift);
+    if (piece + 1 < count) decode_unit<true>(even, x);
+  }
+}
+
+/// The E4M3 codes of x and the scale of its block, which lies in `lanes` neighbouring lanes. All lanes
+/// of the warp take part. NaN becomes zero, Inf the block's largest value.
+__device__ __forceinline__ uint4 encode_unit(float (&x)[kUnit], int lanes, float& scale,
+                                             LaneCounts& counts) {
+  constexpr float maximum = code_maximum(Code::kE4m3);
+  float largest = fabsf(x[0]);
+#pragma unroll
+  for (int i = 1; i < kUnit; ++i) largest = group_detail::max_or_nan(largest, fabsf(x[i]));
+  if (!__all_sync(kWholeWarp, largest <= FLT_MAX)) {
+    largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const bool finite = fabsf(x[i]) <= FLT_MAX;
+      counts.non_finite += finite ? 0 : 1;
+      largest = finite ? fmaxf(largest, fabsf(x[i])) : largest;
+      x[i] = x[i] == x[i] ? x[i] : 0.0f;
+    }
+  }
+  for (int lane = 1; lane < lanes; lane *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
+  }
+  scale = stored_scale_fp32(largest / maximum, maximum);
+  const float reciprocal = 1.0f / scale;
+  float low[kVector], high[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    low[i] = x[i] * reciprocal;
+    high[i] = x[kVector + i] * reciprocal;
+  }
+  // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
+  const group_detail::VectorCodes first = group_detail::encode_vector<Code::kE4m3>(low, 0.0f);
+  const group_detail::VectorCodes second = group_detail::encode_vector<Code::kE4m3>(high, 0.0f);
+  if (scale == 0.0f) {
+    counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
+    return make_uint4(0, 0, 0, 0);
+  }
+  return make_uint4(first.low, first.high, second.low, second.high);
+}
+
+// 64 registers: 1,024 threads with two loads of 16 bytes each in flight are what copy speed needs.
+constexpr int kFlatResidentBlocks = 4;
+
+__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
+    add_flat_kernel(const __grid_constant__ Planes planes, uint4* codes, float* scales, int block_shift,
+                    std::int64_t units, std::int64_t* counters) {
+  const int lanes = (1 << block_shift) / kUnit;  // of a block
+  const bool leads_block = (lane_index() & (lanes - 1)) == 0;
+  LaneCounts counts;
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  // A warp goes on until all of its lanes are past the end: blocks are reduced over lanes.
+  for (std::int64_t first = std::int64_t{blockIdx.x} * kThreads + threadIdx.x - lane_index();
+       first < units; first += step) {
+    const std::int64_t unit = first + lane_index();
+    float x[kUnit] = {};
+    if (unit < units) sum_unit(planes, unit, block_shift, x);
+    float scale;
+    const uint4 encoded = encode_unit(x, lanes, scale, counts);
+    if (unit >= units) continue;
+    codes[unit] = encoded;
+    if (leads_block) scales[unit * kUnit >> block_shift] = scale;
+  }
+  counts.add_to(counters);
+}
+
+// --- groups of any format ---
+
+/// `code` is the path of the pieces and of the sum, or kSharedPath, which serves all.
+template <Code code>
+__global__ void __launch_bounds__(kThreads)
+    add_groups_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
+                      const __grid_constant__ QuantView sum, RandomWords key, std::int64_t* counters) {
+  LaneCounts counts;
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < sum.groups;
+       index += step) {
+    const auto number = static_cast<std::uint32_t>(index);
+    GroupValues values;
+    {
+      const QuantView view = view_of_piece(pieces, planes, 0);
+      decode_group<code>(view, group_at(view, number), values);
+    }
+#pragma unroll 1
+    for (int piece = 1; piece < planes.count; ++piece) {
+      const QuantView view = view_of_piece(pieces, planes, piece);
+      add_decoded_group<code>(view, group_at(view, number), values);
+    }
+    encode_group<code>(sum, group_at(sum, number), values, key, counts);
+  }
+  counts.add_to(counters);
+}
+
+// --- squares, unit by unit ---
+
+/// How rows are cut into units.
+struct UnitCut {
+  std::int64_t units;  // of the tensor
+  std::uint32_t per_row;
+};
+
+/// Element `column` of row `row`, of any format: reads the element's own bits only.
+__device__ float element_of(const QuantView& view, std::int64_t row, std::int64_t column) {
+  const auto* const codes = reinterpret_cast<const std::uint8_t*>(view.codes) + row * view.row.codes;
+  if (view.code == Code::kFp32) return reinterpret_cast<const float*>(codes)[column];
+  if (view.code == Code::kBf16) return to_float(reinterpret_cast<const Bf16*>(codes)[column]);
+  if (view.code == Code::kFp16) return to_float(reinterpret_cast<const Fp16*>(codes)[column]);
+  const auto segment = static_cast<std::uint32_t>(column / view.segment_length);
+  const std::int64_t in_segment = column - segment * view.segment_length;
+  const auto in_row =
+      segment * view.groups_per_segment + static_cast<std::uint32_t>(in_segment / kSuperBlock);
+  const Group group = group_of(view, row, in_row);
+  const auto at = static_cast<int>(in_segment % kSuperBlock);
+  const float scale = group_detail::load_scale(view, group, at >> view.block_shift);
+  if (scale == 0.0f) return 0.0f;
+  std::uint32_t code;
+  if (view.code >= Code::kInt8) {
+    code = group.codes[at];
+  } else {
+    code = group.codes[at / 2] >> (4 * (at % 2)) & 0xFu;
+    for (int bit = 0; bit < extra_bits(view.code); ++bit) {
+      code |= (group.bits[bit * group.bits_stride + at / 8] >> (at % 8) & 1u) << (4 + bit);
+    }
+  }
+  return group_detail::decode_any(view.code, code) * scale;
+}
+
+/// The pieces' format and layout, where it is known when compiled.
+enum class Layout { kFlatE4m3, kFlatFp32, kAny };
+
+template <Layout layout>
+__device__ __forceinline__ void sum_columns(const Planes& planes, const QuantView& pieces,
+                                            const UnitCut& cut, std::int64_t unit, float (&x)[kUnit]) {
+  if constexpr (layout == Layout::kFlatE4m3) {
+    sum_unit(planes, unit, pieces.block_shift, x);
+  } else if constexpr (layout == Layout::kFlatFp32) {
+#pragma unroll 1
+    for (int piece = 0; piece < planes.count; ++piece) {
+      const float* const from = reinterpret_cast<const float*>(planes.codes[piece]) + unit * kUnit;
+      float low[kVector], high[kVector];
+      load_vector(from, low);
+      load_vector(from + kVector, high);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        x[i] = piece == 0 ? low[i] : x[i] + low[i];
+        x[kVector + i] = piece == 0 ? high[i] : x[kVector + i] + high[i];
+      }
+    }
+  } else {
+    const std::int64_t row = unit / cut.per_row;
+    const std::int64_t column = (unit - row * cut.per_row) * kUnit;
+#pragma unroll 1
+    for (int piece = 0; piece < planes.count; ++piece) {
+      const QuantView view = view_of_piece(pieces, planes, piece);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if (column + i >= view.row_length) continue;
+        const float value = element_of(view, row, column + i);
+        x[i] = piece == 0 ? value : x[i] + value;
+      }
+    }
+  }
+}
+
+template <Layout layout>
+__global__ void __launch_bounds__(kSumThreads)
+    squares_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
+                   UnitCut cut, double* parts) {
+  double total = 0;
+  for (std::int64_t unit = std::int64_t{blockIdx.x} * kSumThreads + threadIdx.x; unit < cut.units;
+       unit += std::int64_t{kSumParts} * kSumThreads) {
+    float x[kUnit] = {};  // a square of zero changes no sum
+    sum_columns<layout>(planes, pieces, cut, unit, x);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const double value = x[i];
+      total = fma(value, value, total);
+    }
+  }
+  total = block_sum<kSumThreads>(total);
+  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+}
+
+void refuse_fp64(std::string_view operation, const QuantTensor& tensor) {
+  check(tensor.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
+}
+
+}  // namespace
+
+void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
+                             const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+  expect_pieces("add_pieces", pieces, sum.grid);
+  expect_counters("add_pieces", counters);
+  refuse_fp64("add_pieces", pieces.front());
+  refuse_fp64("add_pieces", sum);
+  if (pieces.size() > kMostPieces) return Backend::add_pieces(context, pieces, sum, key, counters);
+  if (context.workspace.is_measuring() || sum.grid.count() == 0) return;
+  const Planes planes = planes_of(pieces);
+  const QuantView of_pieces = view_of_all(pieces);
+  const QuantView of_sum = view_of(sum);
+  const cudaStream_t stream = stream_of(context.stream);
+  std::int64_t* const counted = counters ? counters.as<std::int64_t>() : nullptr;
+  if (has_flat_units(of_pieces) && has_flat_units(of_sum) && of_pieces.block == of_sum.block) {
+    const std::int64_t units = sum.grid.count() / kUnit;
+    add_flat_kernel<<<grid_blocks((units + kThreads - 1) / kThreads, 4 * kFlatResidentBlocks), kThreads,
+                      0, stream>>>(planes, reinterpret_cast<uint4*>(of_sum.codes),
+                                   reinterpret_cast<float*>(of_sum.scales), of_sum.block_shift, units,
+                                   counted);
+    return expect_launched("add_pieces");
+  }
+  const auto run = [&]<Code code>() {
+    constexpr std::int64_t kWarps = kThreads / kWarp;
+    const unsigned blocks =
+        grid_blocks((std::int64_t{of_sum.groups} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
+    add_groups_kernel<code>
+        <<<blocks, kThreads, 0, stream>>>(planes, of_pieces, of_sum, mixed_key(key), counted);
+  };
+  switch (of_pieces.path == of_sum.path ? of_sum.path : kSharedPath) {
+    case Code::kE4m3: run.template operator()<Code::kE4m3>(); break;
+    case Code::kInt8: run.template operator()<Code::kInt8>(); break;
+    case Code::kDynamic8: run.template operator()<Code::kDynamic8>(); break;
+    case Code::kFp32: run.template operator()<Code::kFp32>(); break;
+    case Code::kBf16: run.template operator()<Code::kBf16>(); break;
+    default: run.template operator()<kSharedPath>();
+  }
+  expect_launched("add_pieces");
+}
+
+void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
+                                        const Tensor& total) {
+  expect_pieces("pieces_sum_of_squares", pieces);
+  check_total("pieces_sum_of_squares", total);
+  refuse_fp64("pieces_sum_of_squares", pieces.front());
+  check(pieces.size() <= kMostPieces,
+        "pieces_sum_of_squares: up to {} pieces can be added on the GPU, and {} were given: shard the "
+        "optimizer over fewer ranks",
+        kMostPieces, pieces.size());
+  const Arena::Scope scope(context.workspace);
+  const Tensor parts = take_parts(context);
+  if (context.workspace.is_measuring()) return;
+  const Planes planes = planes_of(pieces);
+  const QuantView view = view_of_all(pieces);
+  const std::int64_t per_row = (view.row_length + kUnit - 1) / kUnit;
+  const UnitCut cut{pieces.front().rows() * per_row, static_cast<std::uint32_t>(per_row)};
+  const cudaStream_t stream = stream_of(context.stream);
+  const auto run = [&]<Layout layout>() {
+    squares_kernel<layout><<<kSumParts, kSumThreads, 0, stream>>>(planes, view, cut, parts.as<double>());
+  };
+  if (has_flat_units(view)) {
+    run.template operator()<Layout::kFlatE4m3>();
+  } else if (view.code == Code::kFp32 && view.aligned && view.row_length % kUnit == 0) {
+    run.template operator()<Layout::kFlatFp32>();
+  } else {
+    run.template operator()<Layout::kAny>();
+  }
+  add_parts(stream, parts, total);
+  expect_launched("pieces_sum_of_squares");
+}
+
+}  // namespace agoq::cuda
