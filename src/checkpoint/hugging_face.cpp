@@ -13,6 +13,7 @@
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/strict_json.h"
+#include "comm/quantized_reduction.h"
 #include "core/error.h"
 #include "model/parameters.h"
 
@@ -470,8 +471,9 @@ void read_through(const Context& context, const std::byte* source, std::size_t b
   }
 }
 
-void write_weights(const Context& context, const std::string& path, const ModelConfig& config,
-                   const std::vector<Parameter>& parameters, const std::vector<Tensor>& weights) {
+std::vector<SafetensorsSource> weight_sources(const Context& context, const ModelConfig& config,
+                                              const std::vector<Parameter>& parameters,
+                                              const std::vector<Tensor>& weights, int ranks, int rank) {
   check(weights.size() == parameters.size(), "{} weights were given for {} parameters", weights.size(),
         parameters.size());
   std::vector<SafetensorsSource> sources;
@@ -481,14 +483,30 @@ void write_weights(const Context& context, const std::string& path, const ModelC
     check(weight.count() == parameter.count(), "the weight of '{}' has shape {}; [{}, {}] is needed",
           parameter.name, weight.shape.to_string(), parameter.rows, parameter.columns);
     const std::size_t row_bytes = static_cast<std::size_t>(parameter.columns) * size_of(weight.type);
-    const std::byte* begin = weight.data + static_cast<std::size_t>(tensor.row_begin) * row_bytes;
-    const std::size_t bytes = static_cast<std::size_t>(tensor.row_end - tensor.row_begin) * row_bytes;
-    sources.push_back(
-        {tensor.name, weight.type, tensor.shape,
-         [&context, begin, bytes](const ByteSink& sink) { read_through(context, begin, bytes, sink); }});
+    const OwnRows own = own_rows(parameter.rows, ranks, rank);
+    const auto first = static_cast<std::size_t>(std::clamp(own.first, tensor.row_begin, tensor.row_end) -
+                                                tensor.row_begin);
+    const auto last = static_cast<std::size_t>(std::clamp(own.last, tensor.row_begin, tensor.row_end) -
+                                               tensor.row_begin);
+    const ByteRange part{first * row_bytes, last * row_bytes};
+    const std::byte* begin =
+        weight.data + static_cast<std::size_t>(tensor.row_begin) * row_bytes + part.begin;
+    SafetensorsSource source{tensor.name, weight.type, tensor.shape,
+                             [&context, begin, part](const ByteSink& sink) {
+                               read_through(context, begin, part.end - part.begin, sink);
+                             }};
+    if (ranks > 1) source.part = part;
+    sources.push_back(std::move(source));
   }
-  // transformers refuses a file that does not name the framework whose tensors it holds.
-  write_safetensors(path, sources, {{"format", "pt"}});
+  return sources;
+}
+
+// transformers refuses a file that does not name the framework whose tensors it holds.
+SafetensorsMetadata weight_metadata() { return {{"format", "pt"}}; }
+
+void write_weights(const Context& context, const std::string& path, const ModelConfig& config,
+                   const std::vector<Parameter>& parameters, const std::vector<Tensor>& weights) {
+  write_safetensors(path, weight_sources(context, config, parameters, weights), weight_metadata());
 }
 
 void write_model(const Context& context, const std::string& directory, const HuggingFaceConfig& config,

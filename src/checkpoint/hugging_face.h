@@ -77,7 +77,16 @@ inline constexpr std::size_t kTransferBytes = std::size_t{1} << 20;
 /// Writes all bytes of a tensor in backend memory to the sink.
 void read_through(const Context&, const std::byte* source, std::size_t bytes, const ByteSink& sink);
 
-/// Writes the weights, one tensor per parameter, each in its own element type.
+/// The weights as the tensors of model.safetensors, each in its own element type. Of `ranks` that write
+/// the file together, rank `rank` writes the rows that are its own (own_rows of each parameter).
+std::vector<SafetensorsSource> weight_sources(const Context&, const ModelConfig& config,
+                                              const std::vector<Parameter>& parameters,
+                                              const std::vector<Tensor>& weights, int ranks = 1,
+                                              int rank = 0);
+/// The metadata of model.safetensors.
+SafetensorsMetadata weight_metadata();
+
+/// Writes the weights.
 void write_weights(const Context&, const std::string& path, const ModelConfig& config,
                    const std::vector<Parameter>& parameters, const std::vector<Tensor>& weights);
 

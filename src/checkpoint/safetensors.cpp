@@ -282,8 +282,9 @@ SafetensorsSource safetensors_source(std::string name, const Tensor& host) {
           [host](const ByteSink& sink) { sink(host.data, host.bytes()); }};
 }
 
-void write_safetensors(const std::string& path, const std::vector<SafetensorsSource>& sources,
-                       const SafetensorsMetadata& metadata) {
+SafetensorsLayout lay_out_safetensors(const std::string& path,
+                                      const std::vector<SafetensorsSource>& sources,
+                                      const SafetensorsMetadata& metadata) {
   std::vector<const SafetensorsSource*> order;
   order.reserve(sources.size());
   for (const SafetensorsSource& source : sources) order.push_back(&source);
@@ -292,24 +293,26 @@ void write_safetensors(const std::string& path, const std::vector<SafetensorsSou
                      return size_of(a->type) > size_of(b->type);
                    });
 
-  Json header = Json::object();
-  if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
+  SafetensorsLayout layout;
+  Json json = Json::object();
+  if (!metadata.empty()) json[std::string(kMetadataKey)] = metadata;
   std::uint64_t begin = 0;
   for (const SafetensorsSource* source : order) {
-    check(source->name != kMetadataKey && !header.contains(source->name),
+    check(source->name != kMetadataKey && !json.contains(source->name),
           "the tensor name '{}' for '{}' is taken: every tensor needs a name of its own", source->name,
           path);
     Json shape = Json::array();
     for (int axis = 0; axis < source->shape.rank(); ++axis) shape.push_back(source->shape[axis]);
     const std::uint64_t end =
         begin + static_cast<std::uint64_t>(source->shape.count()) * size_of(source->type);
-    header[source->name] = {
+    json[source->name] = {
         {"dtype", safetensors_dtype(source->type)}, {"shape", shape}, {"data_offsets", {begin, end}}};
+    layout.tensors.push_back({source, begin, end});
     begin = end;
   }
   std::string text;
   try {
-    text = to_text(header, -1);
+    text = to_text(json, -1);
   } catch (const Json::exception&) {
     fail("a name or a metadata text for '{}' is not UTF-8", path);
   }
@@ -317,22 +320,41 @@ void write_safetensors(const std::string& path, const std::vector<SafetensorsSou
   check(text.size() <= kLargestHeader, "the header of '{}' would have {} bytes; readers accept {}", path,
         text.size(), kLargestHeader);
 
+  const std::uint64_t text_bytes = text.size();
+  layout.header.assign(reinterpret_cast<const char*>(&text_bytes), kLengthBytes);
+  layout.header += text;
+  for (SafetensorsLayout::Placed& tensor : layout.tensors) {
+    tensor.begin += layout.header.size();
+    tensor.end += layout.header.size();
+  }
+  layout.file_bytes = begin + layout.header.size();
+  return layout;
+}
+
+void produce_bytes(const std::string& path, const SafetensorsSource& source, const ByteSink& sink) {
+  const std::uint64_t whole = static_cast<std::uint64_t>(source.shape.count()) * size_of(source.type);
+  const std::uint64_t expected = source.part ? source.part->end - source.part->begin : whole;
+  std::uint64_t produced = 0;
+  source.produce([&](const void* data, std::size_t bytes) {
+    produced += bytes;
+    check(produced <= expected, "tensor '{}' of '{}' has {} bytes and more were produced", source.name,
+          path, expected);
+    sink(data, bytes);
+  });
+  check(produced == expected, "tensor '{}' of '{}' has {} bytes and {} were produced", source.name, path,
+        expected, produced);
+}
+
+void write_safetensors(const std::string& path, const std::vector<SafetensorsSource>& sources,
+                       const SafetensorsMetadata& metadata) {
+  const SafetensorsLayout layout = lay_out_safetensors(path, sources, metadata);
   DurableFile file(path);
-  const std::uint64_t header_bytes = text.size();
-  file.write(&header_bytes, kLengthBytes);
-  file.write(text.data(), text.size());
-  for (const SafetensorsSource* source : order) {
-    const std::uint64_t expected =
-        static_cast<std::uint64_t>(source->shape.count()) * size_of(source->type);
-    std::uint64_t written = 0;
-    source->produce([&](const void* data, std::size_t bytes) {
-      written += bytes;
-      check(written <= expected, "tensor '{}' of '{}' has {} bytes and more were produced", source->name,
-            path, expected);
-      file.write(data, bytes);
-    });
-    check(written == expected, "tensor '{}' of '{}' has {} bytes and {} were produced", source->name,
-          path, expected, written);
+  file.write(layout.header.data(), layout.header.size());
+  for (const SafetensorsLayout::Placed& tensor : layout.tensors) {
+    check(!tensor.source->part, "tensor '{}' of '{}' is given in part: this file is written by one",
+          tensor.source->name, path);
+    produce_bytes(path, *tensor.source,
+                  [&](const void* data, std::size_t bytes) { file.write(data, bytes); });
   }
   file.commit();
 }

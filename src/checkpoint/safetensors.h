@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -82,19 +83,47 @@ class SafetensorsReader {
 /// Takes the next bytes of a tensor that is being written.
 using ByteSink = std::function<void(const void* data, std::size_t bytes)>;
 
+/// Bytes [begin, end) of a tensor.
+struct ByteRange {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+
 struct SafetensorsSource {
   std::string name;
   ElementType type = ElementType::kFp32;
   Shape shape;
-  /// Called once, when the tensor's turn comes: passes all bytes of the tensor, in order and in
-  /// pieces of any size, to the sink. So no second copy of a model exists in memory.
+  /// Called once, when the tensor's turn comes: passes all bytes of the tensor, or of `part`, in order
+  /// and in pieces of any size, to the sink. So no second copy of a model exists in memory.
   std::function<void(const ByteSink&)> produce;
+  /// What this process writes of a tensor that several write together; nothing: all of it.
+  std::optional<ByteRange> part = std::nullopt;
 };
 
 /// A source whose bytes lie in host memory.
 SafetensorsSource safetensors_source(std::string name, const Tensor& host);
 
-/// Writes the file durably (checkpoint/durable_file.h).
+/// Where everything stands in a file of tensors: the same for all who write parts of it.
+struct SafetensorsLayout {
+  struct Placed {
+    const SafetensorsSource* source;
+    std::uint64_t begin;  // bytes, from the start of the file
+    std::uint64_t end;
+  };
+  std::string header;  // with its length in front
+  std::vector<Placed> tensors;
+  std::uint64_t file_bytes = 0;
+};
+
+/// `path` names the file in messages. Points to `sources`.
+SafetensorsLayout lay_out_safetensors(const std::string& path,
+                                      const std::vector<SafetensorsSource>& sources,
+                                      const SafetensorsMetadata& metadata);
+
+/// Calls the source's produce and checks that as many bytes come as it has.
+void produce_bytes(const std::string& path, const SafetensorsSource& source, const ByteSink& sink);
+
+/// Writes a file of whole tensors durably (checkpoint/durable_file.h).
 void write_safetensors(const std::string& path, const std::vector<SafetensorsSource>& sources,
                        const SafetensorsMetadata& metadata);
 

@@ -8,11 +8,21 @@
 //                               one, and the planes <name>.{first,second}_moment.{codes,bits,scales,
 //                               super} as U8 [rows, bytes per row]; in __metadata__ step, next_sequence,
 //                               seed, data_seed, formats and grids
+//   step-N/manifest.json        sizes and checksums of the others (checkpoint/manifest.h)
 // Main gradients are zero between steps and are not stored.
 //
-// Invariant: a directory named step-N is whole. It is written as .step-N.tmp, every file synced, then
-// renamed; a removed one is renamed back first. What a crash leaves behind bears a name that no reader
-// looks at, and the next writer removes it.
+// Ranks. Tensors are stored whole, and the files are the same bytes for every number of ranks, whether
+// they hold the optimizer's state whole or each a share of its rows. Rank r of W writes rows
+// own_rows(rows, W, r) of every tensor, at their place in the file; it reads the weights and the rows
+// that its optimizer holds. So what W ranks have saved, any other number goes on with.
+//
+// Invariant: a directory named step-N is whole. It is written as .step-N.tmp, every file synced by all
+// who wrote it, and renamed when all ranks have succeeded; a removed one is renamed back first. What a
+// crash leaves behind bears a name that no reader looks at, and the next writer removes it.
+//
+// Damage. defect_of_checkpoint finds files that are missing or have not their size. read_checkpoint and
+// verify_weights compare the checksums of all bytes of the files that they read, before anything is
+// overwritten.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +32,7 @@
 
 #include "backend/context.h"
 #include "checkpoint/hugging_face.h"
+#include "comm/communicator.h"
 #include "core/tensor.h"
 #include "gradients/parameter.h"
 #include "model/model_config.h"
@@ -50,7 +61,7 @@ struct TrainingSubject {
 /// The directory of a checkpoint: `checkpoints`/step-N.
 std::string checkpoint_directory(const std::string& checkpoints, std::int64_t step);
 /// Why `directory` is no whole checkpoint: a file is missing, cut short or not what it should be; empty
-/// if it is one. Headers and sizes are looked at, tensors are not read.
+/// if it is one. Headers and sizes are held against the manifest, tensors are not read.
 std::string defect_of_checkpoint(const std::string& directory);
 /// The steps of all whole checkpoints in `checkpoints`, ascending; empty if the directory is absent.
 std::vector<std::int64_t> checkpoint_steps(const std::string& checkpoints);
@@ -65,18 +76,25 @@ void remove_unfinished_checkpoints(const std::string& checkpoints);
 
 /// Writes `checkpoints`/step-N for position.step, taking the place of one that is there, and then
 /// removes all but the last `keep` checkpoints (keep >= 1). `version` names the program that writes.
-/// Throws Error (kInput) if there is one of a later step: `latest` would lead a resumed run astray. A
-/// run that does not resume should look for checkpoints before it starts.
-void write_checkpoint(const Context&, const std::string& checkpoints, const TrainingSubject& subject,
-                      const TrainingPosition& position, std::int64_t keep, const std::string& version);
+/// Collective: the directory is one that all ranks see; weights and position are the same on all, and
+/// the optimizer holds the whole state or the rows of the rank's slot. When a rank fails, all throw, and
+/// nothing is published. Throws Error (kInput) if there is one of a later step: `latest` would lead a
+/// resumed run astray. A run that does not resume should look for checkpoints before it starts.
+void write_checkpoint(const Context&, Communicator& ranks, const std::string& checkpoints,
+                      const TrainingSubject& subject, const TrainingPosition& position,
+                      std::int64_t keep, const std::string& version);
 
 /// Where the run of a checkpoint stood, without reading its state. Throws Error (kInput), as
 /// read_checkpoint does, if `directory` is named after another step.
 TrainingPosition read_training_position(const std::string& directory);
 
-/// Fills weights, masters and moments from a checkpoint. Throws Error (kInput), before anything is
-/// overwritten, if model, formats or grids are not those of the subject; it says what differs.
-TrainingPosition read_checkpoint(const Context&, const std::string& directory,
+/// Fills weights, masters and moments from a checkpoint of any number of ranks. Collective. Throws Error
+/// (kInput) on all ranks, before anything is overwritten, if model, formats or grids are not those of
+/// the subject, or bytes are not those that were written; it says what differs.
+TrainingPosition read_checkpoint(const Context&, Communicator& ranks, const std::string& directory,
                                  const TrainingSubject& subject);
+
+/// Compares the bytes of config.json and model.safetensors with the manifest. Throws Error (kInput).
+void verify_weights(const std::string& directory);
 
 }  // namespace agoq

@@ -10,7 +10,10 @@
 
 #include "backend/backend.h"
 #include "checkpoint/durable_file.h"
+#include "checkpoint/manifest.h"
+#include "comm/thread_ranks.h"
 #include "core/random.h"
+#include "gradients/lone_reducer.h"
 #include "model/parameters.h"
 
 namespace agoq {
@@ -40,10 +43,11 @@ OptimizerConfig optimizer_config(MasterKind master, bool moments_8bit) {
 
 /// A model's weights, gradients and optimizer, without the model: what a step updates.
 struct Trainee {
-  Trainee(const ModelConfig& model, const OptimizerConfig& optimizer_settings)
+  Trainee(const ModelConfig& model, const OptimizerConfig& optimizer_settings,
+          const OptimizerShare& share = {})
       : config{model, 128, 7},
         parameters(parameters_of(model)),
-        optimizer(memory, memory, parameters, optimizer_settings, model.dtype),
+        optimizer(memory, memory, parameters, optimizer_settings, model.dtype, share),
         gradients(memory, parameters, {}, model.dtype) {
     for (const Parameter& parameter : parameters) {
       weights.push_back(memory.take(model.dtype, Shape{parameter.rows, parameter.columns}));
@@ -71,7 +75,8 @@ struct Trainee {
       fill(addend, p, step, 1.0f);
       gradients.add(context, p, addend);
     }
-    optimizer.update(context, weights, gradients, 1e-2, 0.01, step);
+    const LoneReducer alone(gradients);
+    optimizer.update(context, weights, alone.reducer, 1e-2, 0.01, step);
   }
   static void fill(const Tensor& tensor, std::size_t parameter, std::int64_t step, float scale) {
     RandomKey key;
@@ -125,11 +130,12 @@ class TrainingState : public testing::Test {
   void TearDown() override { fs::remove_all(directory_); }
 
   void write(const Trainee& trainee, std::int64_t step, std::int64_t keep = 10) const {
-    write_checkpoint(trainee.context, checkpoints_, trainee.subject(), {step, 8 * step, 42, 43}, keep,
-                     "test");
+    write_checkpoint(trainee.context, *alone_, checkpoints_, trainee.subject(), {step, 8 * step, 42, 43},
+                     keep, "test");
   }
   TrainingPosition read(const Trainee& trainee, std::int64_t step) const {
-    return read_checkpoint(trainee.context, checkpoint_directory(checkpoints_, step), trainee.subject());
+    return read_checkpoint(trainee.context, *alone_, checkpoint_directory(checkpoints_, step),
+                           trainee.subject());
   }
   std::string error_of_reading(const Trainee& trainee, std::int64_t step) const {
     const std::string before = trainee.bytes();
@@ -152,6 +158,20 @@ class TrainingState : public testing::Test {
     return found;
   }
 
+  std::string content(std::int64_t step, const char* name) const {
+    std::ifstream file(fs::path(checkpoint_directory(checkpoints_, step)) / name, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }
+  std::string content(std::int64_t step) const {
+    std::string all;
+    for (const char* name : kFiles) all += content(step, name);
+    return all;
+  }
+
+  static constexpr const char* kFiles[] = {"config.json", "model.safetensors", "state.safetensors",
+                                           "manifest.json"};
+
+  std::unique_ptr<Communicator> alone_ = single_rank();
   fs::path directory_;
   std::string checkpoints_;
 };
@@ -267,7 +287,7 @@ TEST_F(TrainingState, SaysWhatDiffersAndTouchesNothing) {
   EXPECT_NE(master.find("master is remainder in the checkpoint and fp32 configured"), std::string::npos)
       << master;
 
-  EXPECT_NE(error_of_reading(trainee, 99).find("config.json"), std::string::npos);
+  EXPECT_NE(error_of_reading(trainee, 99).find("manifest.json is missing"), std::string::npos);
 }
 
 TEST_F(TrainingState, RefusesABrokenState) {
@@ -277,12 +297,199 @@ TEST_F(TrainingState, RefusesABrokenState) {
   const fs::path state = fs::path(checkpoint_directory(checkpoints_, 1)) / "state.safetensors";
   fs::resize_file(state, fs::file_size(state) - 1);
   EXPECT_NE(error_of_reading(trainee, 1).find("cut short"), std::string::npos);
-  write_safetensors(state.string(), {}, {{"step", "1"}, {"next_sequence", "-3"}, {"seed", "1"}});
-  EXPECT_NE(error_of_reading(trainee, 1).find("next_sequence is '-3'"), std::string::npos);
-  write_safetensors(state.string(), {}, {{"step", "1"}, {"seed", "1"}});
-  EXPECT_NE(error_of_reading(trainee, 1).find("'next_sequence'"), std::string::npos);
   fs::remove(state);
-  EXPECT_NE(error_of_reading(trainee, 1).find("state.safetensors"), std::string::npos);
+  EXPECT_NE(error_of_reading(trainee, 1).find("state.safetensors is missing"), std::string::npos);
+  // A state that its manifest describes and that makes no sense.
+  const auto replace = [&](const SafetensorsMetadata& metadata) {
+    fs::remove(state);
+    write_safetensors(state.string(), {}, metadata);
+    Manifest manifest = read_manifest(state.parent_path().string());
+    for (ManifestFile& file : manifest.files) {
+      if (file.name == "state.safetensors") file.bytes = fs::file_size(state);
+    }
+    write_durably((state.parent_path() / "manifest.json").string(), to_json(manifest));
+  };
+  replace({{"step", "1"}, {"next_sequence", "-3"}, {"seed", "1"}});
+  EXPECT_NE(error_of_reading(trainee, 1).find("next_sequence is '-3'"), std::string::npos);
+  replace({{"step", "1"}, {"seed", "1"}});
+  EXPECT_NE(error_of_reading(trainee, 1).find("'next_sequence'"), std::string::npos);
+}
+
+TEST_F(TrainingState, NamesTheTensorInWhichAByteHasFlipped) {
+  Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
+  trainee.initialise();
+  trainee.update(1);
+  write(trainee, 1);
+  Trainee reader(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
+  reader.initialise();
+  const fs::path directory = checkpoint_directory(checkpoints_, 1);
+  const auto flip = [](const fs::path& path, std::uint64_t at) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(at));
+    const char flipped = static_cast<char>(file.get() ^ 0x10);
+    file.seekp(static_cast<std::streamoff>(at));
+    file.put(flipped);
+  };
+  int tensors = 0;
+  for (const char* name : {"model.safetensors", "state.safetensors"}) {
+    const fs::path path = directory / name;
+    const SafetensorsReader written(path.string());
+    for (const SafetensorsEntry& entry : written.entries()) {
+      // The first byte, the last and one in between.
+      for (const std::uint64_t at :
+           {std::uint64_t{0}, std::uint64_t{entry.bytes() / 3}, std::uint64_t{entry.bytes() - 1}}) {
+        flip(path, entry.begin + at);
+        EXPECT_EQ(defect_of_checkpoint(directory.string()), "");  // nothing that sizes show
+        const std::string error = error_of_reading(reader, 1);
+        EXPECT_NE(error.find(fmt::format("{}' is damaged: the bytes of tensor '{}'", name, entry.name)),
+                  std::string::npos)
+            << error;
+        flip(path, entry.begin + at);
+      }
+      ++tensors;
+    }
+    // In the metadata of the header: version "test" becomes "dest".
+    const std::size_t at = content(1, name).find(name[0] == 'm' ? "pt\"" : "test\"");
+    ASSERT_NE(at, std::string::npos);
+    flip(path, at);
+    const std::string error = error_of_reading(reader, 1);
+    EXPECT_NE(error.find(fmt::format("{}' is damaged: its bytes", name)), std::string::npos) << error;
+    flip(path, at);
+  }
+  EXPECT_GT(tensors, 20);
+  // 7 becomes 6: another end of the document, of which nothing else would tell.
+  const std::size_t at = content(1, "config.json").find("\"eos_token_id\": 7");
+  ASSERT_NE(at, std::string::npos);
+  std::string config = content(1, "config.json");
+  config.replace(at, 17, "\"eos_token_id\": 6");
+  write_durably((directory / "config.json").string(), config);
+  EXPECT_NE(error_of_reading(reader, 1).find("config.json' is damaged"), std::string::npos);
+  EXPECT_THROW(verify_weights(directory.string()), Error);
+  config.replace(at, 17, "\"eos_token_id\": 7");
+  write_durably((directory / "config.json").string(), config);
+  verify_weights(directory.string());
+  read(reader, 1);
+  EXPECT_EQ(reader.bytes(), trainee.bytes());
+}
+
+TEST_F(TrainingState, RefusesAManifestThatIsNone) {
+  Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
+  trainee.initialise();
+  write(trainee, 1);
+  const std::string directory = checkpoint_directory(checkpoints_, 1);
+  const std::string path = (fs::path(directory) / "manifest.json").string();
+  const std::string good = content(1, "manifest.json");
+  const auto expect = [&](const std::string& text, const std::string& words) {
+    write_durably(path, text);
+    const std::string error = error_of_reading(trainee, 1);
+    EXPECT_NE(error.find(words), std::string::npos) << error;
+  };
+  const auto changed = [&](const std::string& from, const std::string& to) {
+    const std::size_t at = good.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    return good.substr(0, at) + to + good.substr(at + from.size());
+  };
+  expect("{", "manifest.json");
+  expect("{}", "not the manifest of a checkpoint");
+  expect(changed("\"version\": 1", "\"version\": 2"), "version 2; this program reads 1");
+  expect(changed("state.safetensors", "other.safetensors"), "does not list state.safetensors");
+  expect(changed("\"config.json\"",
+                 "\"../config.json\": {\"bytes\": 1, \"crc32\": \"00000000\"}, \"config.json\""),
+         "which is no file of it");
+  expect(changed("\"crc32\": \"", "\"crc32\": \"x"), "8 hexadecimal digits");
+  expect(changed("\"step\"", "\"stop\""), "does not give a step");
+  fs::remove(path);
+  EXPECT_NE(defect_of_checkpoint(directory).find("a version before there were manifests"),
+            std::string::npos);
+  write_durably(path, good);
+  read(trainee, 1);
+}
+
+// The requirement: what W ranks have saved, any other number goes on with, bit for bit.
+TEST_F(TrainingState, IsTheSameForEveryNumberOfRanks) {
+  for (const bool moments_8bit : {true, false}) {
+    const OptimizerConfig settings = optimizer_config(MasterKind::kRemainder, moments_8bit);
+    Trainee alone(tiny_config(), settings);
+    alone.initialise();
+    for (std::int64_t step = 1; step <= 3; ++step) alone.update(step);
+    write(alone, 3);
+    const std::string expected = content(3);
+    for (const int size : {1, 2, 3, 5, 8, 100}) {  // 100: more than some tensors have rows
+      for (const bool sharded : {false, true}) {
+        SCOPED_TRACE(fmt::format("{} ranks, sharded {}, 8-bit moments {}", size, sharded, moments_8bit));
+        testing_comm::on_ranks(size, [&](Communicator& ranks) {
+          const OptimizerShare share =
+              sharded ? OptimizerShare{ranks.rank(), ranks.size()} : OptimizerShare{};
+          Trainee rank(tiny_config(), settings, share);
+          const TrainingPosition position = read_checkpoint(
+              rank.context, ranks, checkpoint_directory(checkpoints_, 3), rank.subject());
+          if (!sharded) {
+            EXPECT_EQ(rank.bytes(), alone.bytes());
+          }
+          EXPECT_EQ(position.next_sequence, 24);
+          write_checkpoint(rank.context, ranks, checkpoints_ + "-of-ranks", rank.subject(), position, 1,
+                           "test");
+        });
+        const std::string written = checkpoints_;
+        checkpoints_ += "-of-ranks";
+        EXPECT_TRUE(content(3) == expected);
+        EXPECT_EQ(names(), std::vector<std::string>{"step-3"});
+        Trainee resumed(tiny_config(), settings);
+        read(resumed, 3);
+        EXPECT_EQ(resumed.bytes(), alone.bytes());
+        fs::remove_all(checkpoints_);
+        checkpoints_ = written;
+      }
+    }
+    fs::remove_all(checkpoints_);
+  }
+}
+
+TEST_F(TrainingState, WhenOneRankFailsNoneHasSaved) {
+  const OptimizerConfig settings = optimizer_config(MasterKind::kRemainder, true);
+  Trainee alone(tiny_config(), settings);
+  alone.initialise();
+  write(alone, 3);
+  const std::string before = content(3);
+  for (const int failing : {0, 2}) {
+    SCOPED_TRACE(failing);
+    std::vector<std::string> errors(3);
+    testing_comm::on_ranks(3, [&](Communicator& ranks) {
+      Trainee rank(tiny_config(), settings);
+      rank.initialise();
+      rank.update(1);
+      // One weight short: found by this rank only.
+      if (ranks.rank() == failing) rank.weights.pop_back();
+      try {
+        write_checkpoint(rank.context, ranks, checkpoints_, rank.subject(), {4, 32, 42, 43}, 10, "test");
+      } catch (const Error& error) {
+        errors[static_cast<std::size_t>(ranks.rank())] = fmt::format("thrown: {}", error.what());
+      }
+    });
+    EXPECT_EQ(errors[0].rfind(fmt::format("thrown: rank {}: ", failing), 0), 0u) << errors[0];
+    EXPECT_EQ(errors[1], "thrown: ");
+    EXPECT_EQ(errors[2], "thrown: ");
+    EXPECT_EQ(names(), std::vector<std::string>{"step-3"});
+    EXPECT_TRUE(content(3) == before);
+  }
+}
+
+TEST_F(TrainingState, ADirectoryThatIsNotSharedIsSaidSo) {
+  const OptimizerConfig settings = optimizer_config(MasterKind::kRemainder, true);
+  std::vector<std::string> errors(2);
+  testing_comm::on_ranks(2, [&](Communicator& ranks) {
+    Trainee rank(tiny_config(), settings);
+    rank.initialise();
+    const std::string own = checkpoints_ + std::to_string(ranks.rank());
+    try {
+      write_checkpoint(rank.context, ranks, own, rank.subject(), {4, 32, 42, 43}, 10, "test");
+    } catch (const Error& error) {
+      errors[static_cast<std::size_t>(ranks.rank())] = error.what();
+    }
+  });
+  EXPECT_NE(errors[0].find("rank 1: cannot open"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("a file system that their machines share"), std::string::npos) << errors[0];
+  EXPECT_TRUE(fs::is_empty(checkpoints_ + "0"));
 }
 
 TEST_F(TrainingState, SkipsWhatIsNotWholeAndSaysWhy) {
@@ -331,15 +538,10 @@ TEST_F(TrainingState, RefusesADirectoryThatIsNamedAfterAnotherStep) {
 TEST_F(TrainingState, WritesTheSameBytesForTheSameState) {
   Trainee trainee(tiny_config(), optimizer_config(MasterKind::kRemainder, true));
   trainee.initialise();
-  const auto content = [&](const char* name) {
-    std::ifstream file(fs::path(checkpoint_directory(checkpoints_, 1)) / name, std::ios::binary);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  };
   write(trainee, 1);
-  const std::string first =
-      content("state.safetensors") + content("model.safetensors") + content("config.json");
+  const std::string first = content(1);
   write(trainee, 1);
-  EXPECT_EQ(content("state.safetensors") + content("model.safetensors") + content("config.json"), first);
+  EXPECT_EQ(content(1), first);
   EXPECT_GT(first.size(), 10000u);
 }
 

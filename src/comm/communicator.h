@@ -56,6 +56,10 @@ class Communicator {
   /// all[r * bytes ...] = what rank r gave as `mine`, in host memory.
   virtual void gather(const void* mine, void* all, std::size_t bytes) = 0;
 
+  /// Seconds that an operation may take from now on; returns what it was before. For waiting where ranks
+  /// may rightly be late by any time. A transport without a deadline takes no notice.
+  virtual double set_timeout(double seconds) { return seconds; }
+
   /// The group of the ranks that gave the same `colour`, ordered by `key`, then by rank.
   virtual std::unique_ptr<Communicator> split(int colour, int key) = 0;
 

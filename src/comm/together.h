@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,25 @@
 
 namespace agoq {
 
-/// Runs `work`. When it throws Error on any rank, every rank throws: rank 0 the text of the first that
-/// failed, with its number unless all failed alike, the others an Error without a text, which is not
-/// printed. All have the kind of the first. Collective; `work` is not.
+/// While it lives, ranks wait for each other as long as it takes: work on files may keep one for minutes
+/// longer than another. Whether the others live is for RankWatch to see.
+class Patience {
+ public:
+  explicit Patience(Communicator& ranks)
+      : ranks_(ranks), before_(ranks.set_timeout(std::numeric_limits<double>::infinity())) {}
+  ~Patience() { ranks_.set_timeout(before_); }
+  Patience(const Patience&) = delete;
+  Patience& operator=(const Patience&) = delete;
+
+ private:
+  Communicator& ranks_;
+  double before_;
+};
+
+/// Runs `work`, and waits for the other ranks without a deadline. When it throws Error on any rank,
+/// every rank throws: rank 0 the text of the first that failed, with its number unless all failed alike,
+/// the others an Error without a text, which is not printed. All have the kind of the first. Collective;
+/// `work` is not.
 inline void together(Communicator& ranks, const std::function<void()>& work) {
   if (ranks.size() == 1) return work();
   std::string text;
@@ -25,6 +42,7 @@ inline void together(Communicator& ranks, const std::function<void()>& work) {
     kind = static_cast<int>(error.kind());
     text = error.what();
   }
+  const Patience patience(ranks);
   const std::vector<int> kinds = ranks.gather_values(kind);
   int first = -1, failed = 0;
   for (int r = ranks.size() - 1; r >= 0; --r) {
@@ -33,7 +51,7 @@ inline void together(Communicator& ranks, const std::function<void()>& work) {
     ++failed;
   }
   if (failed == 0) return;
-  const std::string& of_first = ranks.gather_texts(text)[static_cast<std::size_t>(first)];
+  const std::string of_first = ranks.gather_texts(text)[static_cast<std::size_t>(first)];
   std::string said;
   if (ranks.rank() == 0)
     said = failed == ranks.size() ? of_first : fmt::format("rank {}: {}", first, of_first);

@@ -14,6 +14,7 @@
 #include "checkpoint/durable_file.h"
 #include "checkpoint/hugging_face.h"
 #include "checkpoint/training_state.h"
+#include "comm/together.h"
 #include "core/error.h"
 #include "core/version.h"
 #include "train/trainer.h"
@@ -203,14 +204,12 @@ bool RunDirectory::is_finished() const {
 }
 
 void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const {
-  if (trainer.ranks().rank() != 0) return trainer.ranks().barrier();
   const HuggingFaceConfig described = hugging_face_config(config);
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
-  write_checkpoint(trainer.context(), checkpoints_of(path_), subject,
+  write_checkpoint(trainer.context(), trainer.ranks(), checkpoints_of(path_), subject,
                    {trainer.step(), next_sequence, config.run.seed, config.data.seed},
                    config.checkpoint.keep, kVersion);
-  trainer.ranks().barrier();
 }
 
 std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer,
@@ -218,15 +217,24 @@ std::int64_t RunDirectory::load_latest(const RunConfig& config, Trainer& trainer
   const HuggingFaceConfig described = hugging_face_config(config);
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
-  const std::string directory = newest_checkpoint(path_, notice);
-  const TrainingPosition position = read_training_position(directory);
-  check_input(position.seed == config.run.seed,
-              "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed",
-              directory, position.seed, config.run.seed);
-  check_input(position.data_seed == config.data.seed,
-              "{} was made with data.seed {}, the configuration says {}: a resumed run keeps its seed",
-              directory, position.data_seed, config.data.seed);
-  read_checkpoint(trainer.context(), directory, subject);
+  Communicator& ranks = trainer.ranks();
+  // All go on from the one that rank 0 sees: another machine may see a directory as it was before.
+  std::string directory;
+  together(ranks, [&] {
+    if (ranks.rank() == 0) directory = newest_checkpoint(path_, notice);
+  });
+  directory = ranks.gather_texts(directory).front();
+  TrainingPosition position;
+  together(ranks, [&] {
+    position = read_training_position(directory);
+    check_input(position.seed == config.run.seed,
+                "{} was made with run.seed {}, the configuration says {}: a resumed run keeps its seed",
+                directory, position.seed, config.run.seed);
+    check_input(position.data_seed == config.data.seed,
+                "{} was made with data.seed {}, the configuration says {}: a resumed run keeps its seed",
+                directory, position.data_seed, config.data.seed);
+  });
+  read_checkpoint(trainer.context(), ranks, directory, subject);
   trainer.set_step(position.step);
   return position.next_sequence;
 }
@@ -235,6 +243,7 @@ void RunDirectory::load_latest_weights(const Context& context, const RunConfig& 
                                        const Transformer& model, const Notice& notice) const {
   const std::string directory = newest_checkpoint(path_, notice);
   read_training_position(directory);  // refuses a directory of another name
+  verify_weights(directory);
   read_model(context, directory, config.model, model.parameters(), model.weights());
 }
 

@@ -60,6 +60,7 @@ class RunDirectory {
   bool is_finished() const;
 
   /// Checkpoint after trainer.step() steps; next_sequence: the position in the training stream.
+  /// Collective over the trainer's ranks, like the next one.
   void save(const RunConfig& config, Trainer& trainer, std::int64_t next_sequence) const;
   /// Reads the newest whole checkpoint into the trainer; returns the position in the training stream.
   /// `notice` gets a line for each later one that is not whole.

@@ -219,9 +219,11 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   Trainer trainer(config, backend, arenas, ranks);
   std::int64_t next_sequence = 0;
   HostBatch batch;
+  if (options.start == RunStart::kResume) {
+    next_sequence = directory.load_latest(config, trainer, options.notice);
+  }
   together(ranks, [&] {
     if (options.start == RunStart::kResume) {
-      next_sequence = directory.load_latest(config, trainer, options.notice);
       // A run that was stopped in its last validation has that left to do.
       const bool ended = trainer.step() > config.run.steps ||
                          (trainer.step() == config.run.steps && directory.is_finished());

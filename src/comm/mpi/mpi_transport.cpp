@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "comm/exchange_checks.h"
 #include "comm/transports.h"
@@ -150,6 +151,8 @@ class MpiRanks : public Communicator {
                    "MPI_Iallgather");
     complete("a gathering of values");
   }
+
+  double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
     MPI_Comm part = MPI_COMM_NULL;
