@@ -169,12 +169,12 @@ void Backend::adamw_update_pieces(const Context& context, std::span<const QuantT
                [&](std::int64_t first, std::int64_t last, const Tensor& values) {
                  QuantTensor gradient = as_quant_tensor(values);
                  gradient.grid.segments = shape.grid.segments;
-                 adamw_update(context,
-                              {weight.slice_rows(first, last),
-                               master ? master.slice_rows(first, last) : Tensor{}, gradient,
-                               tensors.first_moment.slice_rows(first, last),
-                               tensors.second_moment.slice_rows(first, last)},
-                              step, key);
+                 adamw_update(
+                     context,
+                     {weight.slice_rows(first, last), master ? master.slice_rows(first, last) : Tensor{},
+                      gradient, tensors.first_moment.slice_rows(first, last),
+                      tensors.second_moment.slice_rows(first, last)},
+                     step, key);
                });
 }
 

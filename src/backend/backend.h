@@ -202,8 +202,8 @@ class Backend {
 
   // --- formats ---
   /// destination = quantised source.  source [rows(), width()] matches destination's grid. key is used
-  /// by stochastic rounding only (element index = (first_row + row) * row_length + column). counters: optional,
-  /// int64 [kQuantCounters], added to.
+  /// by stochastic rounding only (element index = (first_row + row) * row_length + column). counters:
+  /// optional, int64 [kQuantCounters], added to.
   virtual void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
                         const RandomKey& key, const Tensor& counters) = 0;
   virtual void dequantize(const Context&, const QuantTensor& source, const Tensor& destination) = 0;
@@ -212,15 +212,20 @@ class Backend {
                           const RandomKey& key, const Tensor& counters) = 0;
 
   // --- pieces: what each rank holds of the same rows, in rank order ---
-  // Their sum is made in FP32, in the order of the pieces, element by element: (p0 + p1) + p2 ...; in FP64
-  // where they are stored in it. One piece is its own sum.
+  // Their sum is made in FP32, in the order of the pieces, element by element: (p0 + p1) + p2 ...; in
+  // FP64 where they are stored in it. One piece is its own sum.
 
-  /// sum = quantised(sum of the dequantised pieces), with fresh block scales; sum may be one of the pieces.
-  /// All have one grid. counters: see quantize.
+  /// sum = quantised(sum of the dequantised pieces), with fresh block scales; sum may be one of the
+  /// pieces. All have one grid. counters: see quantize.
   virtual void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                           const RandomKey& key, const Tensor& counters);
-  /// total[0] = sum of squares of the sum of the pieces, in double precision. What it computes depends on
-  /// the values only: the same bits whether they come as pieces or as one exact tensor.
+  /// The naive sum that add_pieces is better than, as a control: pieces, of e4m3 under fp32 scales, are
+  /// rounded to e4m3 under one scale for all, and so is every partial sum, which saturates at 448 times
+  /// it. sum: of the same format; all of its scales become `scale`.
+  virtual void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces,
+                                  const QuantTensor& sum, float scale) = 0;
+  /// total[0] = sum of squares of the sum of the pieces, in double precision. What it computes depends
+  /// on the values only: the same bits whether they come as pieces or as one exact tensor.
   virtual void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
                                      const Tensor& total);
 

@@ -23,8 +23,7 @@ Backend& open() {
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr) {
     const char* const words = dlerror();
-    fail_input(
-        "{}", module_problem(path, words == nullptr ? "no reason given" : words, loader_finds));
+    fail_input("{}", module_problem(path, words == nullptr ? "no reason given" : words, loader_finds));
   }
   using Entry = Backend* (*)();
   const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));

@@ -68,6 +68,15 @@ inline void expect_pieces(std::string_view operation, std::span<const QuantTenso
         pieces.front().rows(), pieces.front().width(), sum.rows, sum.row_length);
 }
 
+/// The same for pieces and a sum of e4m3 under fp32 scales.
+inline void expect_naive_pieces(std::span<const QuantTensor> pieces, const QuantTensor& sum) {
+  expect_pieces("add_pieces_naively", pieces, sum.grid);
+  for (const QuantFormat& format : {pieces.front().format, sum.format}) {
+    check(format.code == Code::kE4m3 && format.scale == ScaleType::kFp32,
+          "add_pieces_naively: e4m3 under fp32 scales was expected; {} was given", format.to_string());
+  }
+}
+
 /// Throws unless RMSNorm is given a weight of one value per column and LayerNorm none.
 inline void expect_norm_weight(std::string_view operation, NormKind kind, const Tensor& weight,
                                ElementType type, std::int64_t width) {

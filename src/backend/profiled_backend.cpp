@@ -200,6 +200,12 @@ void ProfiledBackend::add_pieces(const Context& context, std::span<const QuantTe
       [&](const Context& own) { backend_.add_pieces(own, pieces, sum, key, counters); });
 }
 
+void ProfiledBackend::add_pieces_naively(const Context& context, std::span<const QuantTensor> pieces,
+                                         const QuantTensor& sum, float scale) {
+  run(context, "add_pieces_naively", of(pieces) + of(sum), 0,
+      [&](const Context& own) { backend_.add_pieces_naively(own, pieces, sum, scale); });
+}
+
 void ProfiledBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
                                             const Tensor& total) {
   run(context, "pieces_sum_of_squares", of(pieces), 0,
@@ -213,8 +219,7 @@ void ProfiledBackend::adamw_update_pieces(const Context& context, std::span<cons
       2 * (of(tensors.weight) + of(tensors.master) + of(tensors.first_moment) +
            of(tensors.second_moment)) +
           of(gradients),
-      0,
-      [&](const Context& own) { backend_.adamw_update_pieces(own, gradients, tensors, step, key); });
+      0, [&](const Context& own) { backend_.adamw_update_pieces(own, gradients, tensors, step, key); });
 }
 
 void ProfiledBackend::adamw_update(const Context& context, const AdamwTensors& tensors,

@@ -81,6 +81,8 @@ class ProfiledBackend : public Backend {
                   const Tensor& counters) override;
   void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                   const RandomKey& key, const Tensor& counters) override;
+  void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                          float scale) override;
   void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
                              const Tensor& total) override;
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,

@@ -202,7 +202,8 @@ void QuantizedReduction::send_sums_that_wait(const Context& main) {
   sum_waits_.reset();
 }
 
-void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, const Tensor& counters) {
+template <typename Sum>
+void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum) {
   if (ranks_.size() == 1) return;
   const Bucket& ranges = buckets_.at(bucket);
   send_pieces(main, ranges);
@@ -212,15 +213,31 @@ void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, con
   for (std::size_t range = 0; range < ranges.size(); ++range) {
     const std::span<const QuantTensor> pieces(&staged_[range * ranks], ranks);
     const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
-    if (own.rows() == 0) continue;
-    const std::size_t tensor = ranges[range].tensor;
-    const auto row = static_cast<std::int64_t>(tensor);
-    backend_.add_pieces(
-        computing, pieces, own,
-        main.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(tensor)),
-        counters ? counters.slice_rows(row, row + 1) : Tensor{});
+    if (own.rows() > 0) sum(computing, pieces, own, ranges[range].tensor);
   }
   sum_waits_ = bucket;
+}
+
+void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, const Tensor& counters) {
+  reduce(main, bucket,
+         [&](const Context& context, std::span<const QuantTensor> pieces, const QuantTensor& own,
+             std::size_t tensor) {
+           const auto row = static_cast<std::int64_t>(tensor);
+           backend_.add_pieces(
+               context, pieces, own,
+               main.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(tensor)),
+               counters ? counters.slice_rows(row, row + 1) : Tensor{});
+         });
+}
+
+void QuantizedReduction::all_reduce_naively(const Context& main, std::size_t bucket,
+                                            std::span<const float> scales) {
+  reduce(main, bucket,
+         [&](const Context& context, std::span<const QuantTensor> pieces, const QuantTensor& own,
+             std::size_t tensor) {
+           if (own.format.is_exact()) return backend_.add_pieces(context, pieces, own, main.random, {});
+           backend_.add_pieces_naively(context, pieces, own, scales[tensor]);
+         });
 }
 
 void QuantizedReduction::scatter(const Context& main, std::size_t bucket) {

@@ -81,6 +81,9 @@ class QuantizedReduction {
   /// own slot; see Backend::quantize. Stochastic rounding is keyed by main.random and the tensor's
   /// index.
   void all_reduce(const Context& main, std::size_t bucket, const Tensor& counters);
+  /// The same by the naive sum of Backend::add_pieces_naively, under scales[tensor]; tensors of an exact
+  /// format are added as above.
+  void all_reduce_naively(const Context& main, std::size_t bucket, std::span<const float> scales);
   void scatter(const Context& main, std::size_t bucket);
   void gather(const Context& main, std::size_t bucket);
   /// What is queued on the main stream from now on comes after all of the above.
@@ -100,7 +103,10 @@ class QuantizedReduction {
   void order(Stream earlier, Stream later);
   /// The place in `staging` of every range's pieces, of every rank but the own.
   void lay_out(const Bucket& bucket, std::byte* staging);
-  /// Steps 1 to 3.
+  /// Steps 1 and 2, the latter by sum(context, pieces of a range, own slot of it, tensor).
+  template <typename Sum>
+  void reduce(const Context& main, std::size_t bucket, Sum sum);
+  /// Steps 1 and 3.
   void send_pieces(const Context& main, const Bucket& bucket);
   void send_sums(const Context& main, const Bucket& bucket);
   void send_sums_that_wait(const Context& main);

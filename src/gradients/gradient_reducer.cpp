@@ -1,7 +1,7 @@
 #include "gradients/gradient_reducer.h"
 
+#include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "core/error.h"
 
@@ -17,6 +17,20 @@ void expect_summable(const QuantTensor& gradient) {
       "parallel.reduction=library sums fp32 and bf16 gradients, and gradients.format is {}: set it "
       "to fp32 or bf16, or parallel.reduction=quangrad",
       gradient.format.to_string());
+}
+
+void expect_naive(const MainGradients& gradients, const ReductionConfig& config) {
+  check_input(!config.sharded,
+              "parallel.reduction=naive-fp8 is a control with the optimizer replicated: set "
+              "parallel.shard_optimizer=false");
+  for (std::size_t p = 0; p < gradients.parameters().size(); ++p) {
+    const QuantFormat& format = gradients.gradient(p).format;
+    check_input(gradients.parameters()[p].is_vector() ||
+                    (format.code == Code::kE4m3 && format.scale == ScaleType::kFp32),
+                "parallel.reduction=naive-fp8 sums e4m3 gradients under fp32 scales, and "
+                "gradients.format is {}: set it to e4m3/128/fp32",
+                format.to_string());
+  }
 }
 
 }  // namespace
@@ -38,6 +52,7 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
   for (std::size_t p = 0; p < count; ++p) pieces_.push_back({tensors[p]});
   if (is_alone()) return;
 
+  if (config.kind == GradientReduction::kNaiveFp8) expect_naive(gradients, config);
   if (config.kind == GradientReduction::kLibrary) {
     for (std::size_t place = 0; place < count; ++place) {
       expect_summable(tensors[order[place]]);
@@ -66,7 +81,8 @@ void GradientReducer::begin_step() {
 }
 
 void GradientReducer::begin_last(const Context&) {
-  if (is_alone() || !config_.overlap) return;
+  // The naive sum's scales are known when all gradients are.
+  if (is_alone() || !config_.overlap || config_.kind == GradientReduction::kNaiveFp8) return;
   gradients_.observe(
       [this](const Context& context, std::size_t parameter) { complete(context, parameter); });
 }
@@ -87,8 +103,32 @@ void GradientReducer::send_full_buckets(const Context& context) {
 
 void GradientReducer::send(const Context& context, std::size_t bucket) {
   if (!reduction_) return sum_by_library(context, order_[bucket]);
+  if (config_.kind == GradientReduction::kNaiveFp8) {
+    return reduction_->all_reduce_naively(context, bucket, scales_);
+  }
   if (config_.sharded) return reduction_->scatter(context, bucket);
   reduction_->all_reduce(context, bucket, gradients_.all_counters());
+}
+
+void GradientReducer::agree_on_scales(const Context& context) {
+  std::vector<float> own(pieces_.size(), 0.0f), blocks;
+  if (!context.workspace.is_measuring()) {
+    for (std::size_t p = 0; p < own.size(); ++p) {
+      const QuantTensor& gradient = gradients_.gradient(p);
+      const std::int64_t bytes = gradient.rows() * row_bytes(gradient.format, gradient.grid).scales;
+      if (bytes == 0) continue;
+      blocks.resize(static_cast<std::size_t>(bytes) / sizeof(float));
+      context.backend.read(context, gradient.scales, blocks.data(), static_cast<std::size_t>(bytes));
+      own[p] = *std::max_element(blocks.begin(), blocks.end());
+    }
+  }
+  std::vector<float> all(own.size() * static_cast<std::size_t>(ranks_.size()));
+  ranks_.gather(own.data(), all.data(), own.size() * sizeof(float));
+  scales_.assign(own.size(), 0.0f);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    float& scale = scales_[i % own.size()];
+    scale = std::max(scale, all[i]);
+  }
 }
 
 Context GradientReducer::beside(const Context& context) {
@@ -118,6 +158,7 @@ void GradientReducer::finish(const Context& context) {
   gradients_.observe({});
   if (is_alone()) return;
   completed_ = order_.size();
+  if (config_.kind == GradientReduction::kNaiveFp8) agree_on_scales(context);
   send_full_buckets(context);
   exposed_seconds_ = backend_.time(context, [&] {
     if (reduction_) {

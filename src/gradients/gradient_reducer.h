@@ -3,6 +3,9 @@
 //   kQuanGrad    precision-preserving: shards of codes and scales to their ranks, sum in FP32 in rank
 //                order, requantised, to all (comm/quantized_reduction.h)
 //   kLibrary     the library's sum of FP32 or BF16 gradients: a control
+//   kNaiveFp8    one scale for all ranks and sums rounded to FP8 at every addition, after the backward
+//   pass:
+//                the control that the method is better than
 //
 // Every gradient is that of the sum of token losses over its rank's micro-batches, so ranks weigh in by
 // their tokens, and the one division by all valid tokens is left to the optimizer's gradient_scale.
@@ -27,7 +30,7 @@
 
 namespace agoq {
 
-enum class GradientReduction : std::uint8_t { kQuanGrad, kLibrary };
+enum class GradientReduction : std::uint8_t { kQuanGrad, kLibrary, kNaiveFp8 };
 
 struct ReductionConfig {
   GradientReduction kind = GradientReduction::kQuanGrad;
@@ -78,6 +81,7 @@ class GradientReducer {
   void complete(const Context&, std::size_t parameter);
   void send_full_buckets(const Context&);
   void send(const Context&, std::size_t bucket);
+  void agree_on_scales(const Context&);
   void sum_by_library(const Context&, std::size_t parameter);
   /// The context on the side stream, after what is queued on its own; and back.
   Context beside(const Context&);
@@ -95,6 +99,7 @@ class GradientReducer {
   Tensor sums_;                // fp64 [parameters]
   std::size_t completed_ = 0;  // parameters, in order
   std::size_t next_bucket_ = 0;
+  std::vector<float> scales_;  // kNaiveFp8: of every parameter, the largest of any rank
   // Kept from call to call: nothing is allocated inside a step.
   std::vector<Message> sends_, receives_;
   double exposed_seconds_ = 0;

@@ -385,8 +385,10 @@ std::vector<ConfigKey> make_keys() {
           "ranks that share the micro-batches of a step; 0: as many as were launched")),
       may_change(choice<GradientReduction>(
           "parallel", "reduction", [](C& c) -> auto& { return c.parallel.reduction.kind; },
-          {{"quangrad", GradientReduction::kQuanGrad}, {"library", GradientReduction::kLibrary}},
-          "sum of the ranks' gradients: in FP32 between 8-bit messages, or the library's")),
+          {{"quangrad", GradientReduction::kQuanGrad},
+           {"library", GradientReduction::kLibrary},
+           {"naive-fp8", GradientReduction::kNaiveFp8}},
+          "sum of the ranks' gradients: in FP32 between 8-bit messages, the library's, or in FP8")),
       may_change(boolean(
           "parallel", "shard_optimizer", [](C& c) -> auto& { return c.parallel.reduction.sharded; },
           "ZeRO-1: each rank holds moments and masters of its share of the rows and updates those")),

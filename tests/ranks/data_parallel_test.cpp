@@ -316,6 +316,28 @@ TEST(DataParallel, LargeGradientsOfAllRanksStayFinite) {
   expect_same_on_all_ranks({reinterpret_cast<const char*>(of.gradients.gradient(0).codes), 16 * 256});
 }
 
+// The control: FP8 sums under one scale. What the method keeps is lost here, at the top and at the
+// bottom.
+TEST(DataParallel, TheNaiveSumSaturatesAndLosesSmallGradients) {
+  if (ranks().size() == 1) GTEST_SKIP() << "one rank has nothing to sum";
+  std::vector<float> values(16 * 256, 0.5f);
+  values[7] = 448.0f;
+  values[300] = 1e-4f;
+  Gradients naive(kE4m3, ranks(), {.kind = GradientReduction::kNaiveFp8}), kept(kE4m3, ranks());
+  for (Gradients* of : {&naive, &kept}) {
+    of->add(values);
+    of->reducer.finish(rank_context());
+  }
+  const auto size = static_cast<float>(ranks().size());
+  EXPECT_FLOAT_EQ(decoded(naive.gradients.gradient(0))[7], 448.0f);
+  EXPECT_FLOAT_EQ(decoded(kept.gradients.gradient(0))[7], 448.0f * size);
+  EXPECT_FLOAT_EQ(decoded(naive.gradients.gradient(0))[300], 0.0f);
+  EXPECT_NEAR(decoded(kept.gradients.gradient(0))[300], 1e-4f * size, 2e-5f * size);
+  EXPECT_FLOAT_EQ(decoded(naive.gradients.gradient(0))[500], 0.5f * size);
+  const QuantTensor& sum = naive.gradients.gradient(0);
+  expect_same_on_all_ranks({reinterpret_cast<const char*>(sum.codes), 16 * 256});
+}
+
 TEST(DataParallel, NotANumberOnOneRankIsCountedAndNamedOnAll) {
   const int poisoned = ranks().size() - 1;
   for (const QuantFormat& format : {kE4m3, exact_format(ElementType::kFp32)}) {

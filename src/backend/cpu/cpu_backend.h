@@ -79,6 +79,8 @@ class CpuBackend : public Backend {
                   const Tensor& counters) override;
   void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                   const RandomKey& key, const Tensor& counters) override;
+  void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                          float scale) override;
 
   // adamw.cpp
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,

@@ -15,6 +15,7 @@
 #include "backend/cpu/storage.h"
 #include "backend/operand_checks.h"
 #include "core/error.h"
+#include "quant/codec.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
@@ -179,6 +180,36 @@ void CpuBackend::add_pieces(const Context& context, std::span<const QuantTensor>
   add_counts(in_fp64 ? add_rows(pieces, sum, key, scratch.as<double>())
                      : add_rows(pieces, sum, key, scratch.as<float>()),
              counters);
+}
+
+void CpuBackend::add_pieces_naively(const Context& context, std::span<const QuantTensor> pieces,
+                                    const QuantTensor& sum, float scale) {
+  expect_naive_pieces(pieces, sum);
+  const std::int64_t width = sum.width();
+  const Arena::Scope scope(context.workspace);
+  const Tensor scratch = take_rows(context, ElementType::kFp32, 2 * width);
+  if (context.workspace.is_measuring()) return;
+  const RowBytes bytes = row_bytes(sum.format, sum.grid);
+  const float reciprocal = scale > 0 ? 1.0f / scale : 0.0f;
+  const auto rounded = [](float y) { return decode<Code::kE4m3>(encode<Code::kE4m3>(y)); };
+#pragma omp parallel for schedule(static) if (sum.grid.count() > kSerialElements)
+  for (std::int64_t row = 0; row < sum.rows(); ++row) {
+    float* const total = scratch.as<float>() + 2 * omp_get_thread_num() * width;
+    float* const piece = total + width;
+    std::fill(total, total + width, 0.0f);
+    for (const QuantTensor& of_rank : pieces) {
+      decode_row(of_rank, row, piece);
+      for (std::int64_t i = 0; i < width; ++i) {
+        total[i] = rounded(total[i] + rounded(piece[i] * reciprocal));
+      }
+    }
+    auto* const codes = reinterpret_cast<std::uint8_t*>(sum.codes + row * bytes.codes);
+    for (std::int64_t i = 0; i < width; ++i) {
+      codes[i] = static_cast<std::uint8_t>(encode<Code::kE4m3>(total[i]));
+    }
+    auto* const scales = reinterpret_cast<float*>(sum.scales + row * bytes.scales);
+    std::fill(scales, scales + bytes.scales / static_cast<std::int64_t>(sizeof(float)), scale);
+  }
 }
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA

@@ -95,6 +95,8 @@ class CudaBackend : public Backend {
   // pieces.cu
   void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                   const RandomKey& key, const Tensor& counters) override;
+  void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
+                          float scale) override;
   void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
                              const Tensor& total) override;
 

@@ -297,6 +297,38 @@ __global__ void __launch_bounds__(kSumThreads)
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 
+// --- the naive sum, a control: an element to a thread ---
+
+__device__ __forceinline__ float rounded_to_e4m3(float y) {
+  return decode<Code::kE4m3>(encode<Code::kE4m3>(y));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_naively_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
+                       const __grid_constant__ QuantView sum, std::int64_t elements, float scale) {
+  const float reciprocal = scale > 0.0f ? 1.0f / scale : 0.0f;
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < elements; i += step) {
+    const std::int64_t row = i / sum.row_length;
+    const std::int64_t column = i - row * sum.row_length;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int piece = 0; piece < planes.count; ++piece) {
+      const float value = element_of(view_of_piece(pieces, planes, piece), row, column);
+      total = rounded_to_e4m3(total + rounded_to_e4m3(value * reciprocal));
+    }
+    // Codes only: the sum may be one of the pieces, whose scales other threads still read.
+    reinterpret_cast<std::uint8_t*>(sum.codes)[row * sum.row.codes + column] =
+        static_cast<std::uint8_t>(encode<Code::kE4m3>(total));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    fill_scales_kernel(float* scales, std::int64_t count, float scale) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) scales[i] = scale;
+}
+
 void refuse_fp64(std::string_view operation, const QuantTensor& tensor) {
   check(tensor.format.code != Code::kFp64, "{}: fp64 tensors exist on the CPU only", operation);
 }
@@ -340,6 +372,24 @@ void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor
     default: run.template operator()<kSharedPath>();
   }
   expect_launched("add_pieces");
+}
+
+void CudaBackend::add_pieces_naively(const Context& context, std::span<const QuantTensor> pieces,
+                                     const QuantTensor& sum, float scale) {
+  expect_naive_pieces(pieces, sum);
+  check(pieces.size() <= kMostPieces, "add_pieces_naively: at most {} pieces; {} were given",
+        kMostPieces, pieces.size());
+  if (context.workspace.is_measuring() || sum.grid.count() == 0) return;
+  const cudaStream_t stream = stream_of(context.stream);
+  const std::int64_t elements = sum.grid.count();
+  add_naively_kernel<<<grid_blocks((elements + kThreads - 1) / kThreads, kBlocksPerMultiprocessor),
+                       kThreads, 0, stream>>>(planes_of(pieces), view_of_all(pieces), view_of(sum),
+                                              elements, scale);
+  const std::int64_t scales =
+      sum.rows() * row_bytes(sum.format, sum.grid).scales / static_cast<std::int64_t>(sizeof(float));
+  fill_scales_kernel<<<static_cast<unsigned>((scales + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      reinterpret_cast<float*>(sum.scales), scales, scale);
+  expect_launched("add_pieces_naively");
 }
 
 void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
