@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "checkpoint/checksum.h"
+#include "core/checksum.h"
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"

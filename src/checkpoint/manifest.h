@@ -4,7 +4,7 @@
 //    "files": {"model.safetensors": {"bytes": 1234, "crc32": "0123abcd",
 //                                    "tensors": {"lm_head.weight": "89abcdef", ...}}, ...}}
 //
-// Checksums are CRC-32 (checkpoint/checksum.h) over all bytes of a file, and over those of each tensor,
+// Checksums are CRC-32 (core/checksum.h) over all bytes of a file, and over those of each tensor,
 // so that a message can name the one that is damaged. The manifest is the last file that is written into
 // a checkpoint.
 #pragma once

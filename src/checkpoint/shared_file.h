@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/checksum.h"
+#include "core/checksum.h"
 
 namespace agoq {
 

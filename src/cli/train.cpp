@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "backend/profiled_backend.h"
+#include "cli/build_info.h"
 #include "cli/command.h"
 #include "cli/operation_table.h"
 #include "cli/process_ranks.h"
@@ -32,6 +33,7 @@ void train(const TrainArguments& arguments) {
   const RunConfig config = load_run_config(arguments.config, arguments.settings);
   RunOptions options;
   options.show_progress = !arguments.json;
+  options.program = fmt::format("{} {}", build_info().version, build_info().commit);
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
   Backend& backend = backend_of(config.run.device);

@@ -18,6 +18,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
@@ -409,8 +410,14 @@ class RankWatch::Thread {
   }
 
   [[noreturn]] void fail(const std::string& text, int status) {
+    std::fflush(nullptr);  // _exit will not
     ask([&](Request& request) { request.failure = Frame{FrameKind::kFailed, status, text}; });
     // The thread ends the process.
+    for (;;) ::pause();
+  }
+  [[noreturn]] void fail_together(const std::string& text, int status) {
+    std::fflush(nullptr);
+    if (rank_ == 0) ask([&](Request& request) { request.end = Frame{FrameKind::kEnd, status, text}; });
     for (;;) ::pause();
   }
 
@@ -426,6 +433,7 @@ class RankWatch::Thread {
   struct Request {
     bool goodbye = false;
     std::optional<Frame> failure;
+    std::optional<Frame> end;
   };
 
   void connect(Communicator& group) {
@@ -570,6 +578,7 @@ class RankWatch::Thread {
       const std::lock_guard lock(mutex_);
       request = request_;
     }
+    if (request.end) end(request.end->text, request.end->status);
     if (request.failure) {
       const Frame& failure = *request.failure;
       const std::string line =
@@ -673,6 +682,10 @@ void RankWatch::set_activity(const char* activity) { thread_->set_activity(activ
 
 void RankWatch::fail(const std::string& text, int status) {
   if (thread_ != nullptr) thread_->fail(text, status);
+}
+
+void RankWatch::fail_together(const std::string& text, int status) {
+  if (thread_ != nullptr) thread_->fail_together(text, status);
 }
 
 }  // namespace agoq

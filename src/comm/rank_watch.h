@@ -8,6 +8,7 @@
 //   killed, crashed, exited              its connection closes        at once
 //   stopped, machine or network down     no sign of life              0.8 of the timeout
 //   fails by an Error                    it says so (fail)            at once
+//   fails by an Error that all throw     all say so (fail_together)   at once
 //   ends regularly                       it says goodbye: no failure, the others go on
 //
 // Rank 0 watches the others and tells them to end; rank 0 is watched by all others. A process that is
@@ -59,6 +60,8 @@ class RankWatch {
   /// Ends all ranks with `status`, after one line that names this rank and gives `text`. Returns only in
   /// a group of one, or where ranks are not watched: then the caller has to report the failure.
   void fail(const std::string& text, int status);
+  /// The same where all ranks fail alike and call it: the line is rank 0's text alone.
+  void fail_together(const std::string& text, int status);
 
  private:
   static constexpr std::size_t kLongestActivity = 95;

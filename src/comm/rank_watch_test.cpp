@@ -244,6 +244,16 @@ TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
   expect_one_line(processes.printed(), {"the loss is NaN"});
 }
 
+TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
+  Processes processes(4, [](Communicator& group) {
+    RankWatch watch(group, kOptions);
+    if (group.rank() == 0) sleep(0.5);  // the others are there first
+    watch.fail_together(group.rank() == 0 ? "the loss is NaN" : "", 2);
+  });
+  EXPECT_EQ(processes.wait(20), Statuses(4, 2));
+  EXPECT_EQ(processes.printed(), "agoq: the loss is NaN\n");
+}
+
 TEST(RankWatch, ARankThatAnExceptionUnwindsHasFailed) {
   Processes processes(3, [](Communicator& group) {
     RankWatch watch(group, kOptions);

@@ -28,10 +28,16 @@ class Patience {
   double before_;
 };
 
+/// An Error that all ranks throw at the same place, with its text on rank 0 alone: the others have none,
+/// and print none.
+class AgreedError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Runs `work`, and waits for the other ranks without a deadline. When it throws Error on any rank,
-/// every rank throws: rank 0 the text of the first that failed, with its number unless all failed alike,
-/// the others an Error without a text, which is not printed. All have the kind of the first. Collective;
-/// `work` is not.
+/// every rank throws an AgreedError of the kind and with the text of the first that failed, and its
+/// number unless all failed alike. Collective; `work` is not.
 inline void together(Communicator& ranks, const std::function<void()>& work) {
   if (ranks.size() == 1) return work();
   std::string text;
@@ -55,7 +61,7 @@ inline void together(Communicator& ranks, const std::function<void()>& work) {
   std::string said;
   if (ranks.rank() == 0)
     said = failed == ranks.size() ? of_first : fmt::format("rank {}: {}", first, of_first);
-  throw Error(static_cast<ErrorKind>(kinds[static_cast<std::size_t>(first)]), said);
+  throw AgreedError(static_cast<ErrorKind>(kinds[static_cast<std::size_t>(first)]), said);
 }
 
 }  // namespace agoq

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/checksum.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -143,6 +144,17 @@ void Dataset::set_starts(const std::vector<Document>& documents, Order& order) {
     position += documents[static_cast<std::size_t>(order.documents[i])].length + 1;
   }
   order.starts.back() = position;
+}
+
+std::string Dataset::fingerprint() const {
+  std::uint32_t value = checksum(text_.data(), text_.size());
+  for (const std::vector<Document>* documents : {&training_, &validation_}) {
+    for (const Document& document : *documents) {
+      value = checksum(&document.length, sizeof document.length, value);
+    }
+  }
+  return fmt::format("{} documents of {} bytes with the CRC-32 {:08x}",
+                     training_.size() + validation_.size(), text_.size(), value);
 }
 
 std::int64_t Dataset::documents(Split split) const {

@@ -325,6 +325,14 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
   return changes;
 }
 
+std::vector<std::pair<std::string, std::string>> settings_of(const RunConfig& config) {
+  std::vector<std::pair<std::string, std::string>> settings;
+  for (const ConfigKey& key : config_keys()) {
+    settings.emplace_back(key.full_name(), std::visit(TomlText{}, key.get(config)));
+  }
+  return settings;
+}
+
 std::string to_toml(const RunConfig& config) {
   std::string text;
   std::string section;

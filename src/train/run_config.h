@@ -9,6 +9,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "activations/bit_plan.h"
@@ -113,6 +114,9 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
 /// The configuration with the number of ranks that are there as parallel.ranks. Throws Error (kInput) if
 /// it asks for another number.
 RunConfig with_ranks(const RunConfig& config, const Communicator& ranks);
+
+/// Every setting's full name and its value as TOML writes it.
+std::vector<std::pair<std::string, std::string>> settings_of(const RunConfig& config);
 
 /// All settings as TOML, each under its description.
 std::string to_toml(const RunConfig& config);

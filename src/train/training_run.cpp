@@ -13,10 +13,12 @@
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/training_state.h"
+#include "comm/rank_watch.h"
 #include "comm/together.h"
 #include "train/memory_probe.h"
 #include "train/nonfinite_steps.h"
 #include "train/progress.h"
+#include "train/rank_agreement.h"
 #include "train/run_directory.h"
 #include "train/run_plan.h"
 #include "train/trainer.h"
@@ -186,7 +188,8 @@ namespace {
 
 /// run_training; step_under_way counts from 1 and is 0 before the first.
 RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ranks,
-                     const RunOptions& options, std::int64_t& step_under_way) {
+                     const RunOptions& options, RankWatch& watch, std::int64_t& step_under_way) {
+  expect_agreement(ranks, facts_of_program(options.program, ranks, given, options.start));
   const RunConfig config = with_ranks(given, ranks);
   const bool leads = ranks.rank() == 0;
   std::optional<RunDirectory> opened;
@@ -211,15 +214,18 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   });
   RunDirectory& directory = *opened;
   const Dataset& data = *loaded;
+  expect_agreement(ranks, facts_of_data(data));
   together(ranks, [&] {
     if (leads) directory.lock();
   });
+  expect_shared(ranks, config.run.directory);
 
   RunArenas arenas(backend.allocator(), plan.classes);
   Trainer trainer(config, backend, arenas, ranks);
   std::int64_t next_sequence = 0;
   HostBatch batch;
   if (options.start == RunStart::kResume) {
+    watch.doing("loading the last checkpoint");
     next_sequence = directory.load_latest(config, trainer, options.notice);
   }
   together(ranks, [&] {
@@ -250,7 +256,10 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   Speed speed(config.run.steps);
   RunSummary summary;
   NonFiniteSteps nonfinite(config, trainer, data);
-  const auto save = [&] { directory.save(config, trainer, next_sequence); };
+  const auto save = [&] {
+    watch.doing("saving step {}", trainer.step());
+    directory.save(config, trainer, next_sequence);
+  };
 
   const auto is_stopped = [&] { return stop_requested != 0 || !progress.failure().empty(); };
   // All ranks stop after the same step: a signal may reach them at different times.
@@ -261,6 +270,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   };
   // False when it was stopped.
   const auto validate_step = [&] {
+    watch.doing("the validation after step {}", trainer.step());
     const std::optional<ValidationResult> validation =
         validate(trainer, ranks, data, config, config.run.validation_batches, batch, is_stopped);
     if (!validation) return false;
@@ -293,6 +303,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
     const Clock::time_point start = Clock::now();
     const std::int64_t first_sequence = next_sequence;
     step_under_way = trainer.step() + 1;
+    watch.doing("forward and backward of step {}", step_under_way);
     trainer.begin_step();
     for (std::int64_t i = 0; i < trainer.own_micro_batches(); ++i) {
       data.fill(Split::kTraining, config.data.seed,
@@ -301,6 +312,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
       trainer.micro_batch(batch);
     }
     next_sequence += config.run.micro_batches * config.run.micro_batch;
+    watch.doing("the exchange of gradients and the update of step {}", step_under_way);
     const std::optional<StepReport> report = nonfinite.finish_step(first_sequence, batch);
     if (report) {
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
@@ -370,13 +382,29 @@ std::string saved_state(const RunConfig& config) {
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
   const std::unique_ptr<Communicator> alone = single_rank();
   Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
+  RankWatch watch(ranks, {config.parallel.timeout_seconds,
+                          fmt::format("go on from the last checkpoint with --resume, if {} has one",
+                                      config.run.directory)});
+  watch.doing("its preparations");
   std::int64_t step_under_way = 0;
   try {
-    return run_steps(config, backend, ranks, options, step_under_way);
+    return run_steps(config, backend, ranks, options, watch, step_under_way);
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kDevice || step_under_way == 0) throw;
-    throw Error(error.kind(),
-                fmt::format("step {}: {}; {}", step_under_way, error.what(), saved_state(config)));
+    std::string text = error.what();
+    if (error.kind() == ErrorKind::kDevice && step_under_way != 0) {
+      text = fmt::format("step {}: {}; {}", step_under_way, text, saved_state(config));
+    }
+    const int status = error.kind() == ErrorKind::kInput ? 2 : 1;
+    // What is not finite is so on all ranks: they count together.
+    if (dynamic_cast<const AgreedError*>(&error) != nullptr || error.kind() == ErrorKind::kNotFinite) {
+      watch.fail_together(text, status);
+    } else {
+      watch.fail(text, status);
+    }
+    throw Error(error.kind(), text);  // the only rank
+  } catch (const std::exception& error) {
+    watch.fail(error.what(), 1);
+    throw;
   }
 }
 

@@ -1,4 +1,4 @@
-#include "checkpoint/checksum.h"
+#include "core/checksum.h"
 
 #include <gtest/gtest.h>
 

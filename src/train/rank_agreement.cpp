@@ -1,0 +1,144 @@
+#include "train/rank_agreement.h"
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "checkpoint/durable_file.h"
+#include "comm/together.h"
+#include "core/error.h"
+
+namespace agoq {
+namespace {
+
+// A network file system may show a new file to another machine with a delay.
+constexpr std::chrono::seconds kAppears{10};
+
+/// "rank 2", "ranks 1, 2 and 4", "ranks 1, 2, 3, 4, 5, 6 and 58 more"
+std::string name_ranks(const std::vector<int>& ranks) {
+  constexpr std::size_t kMostNamed = 6;
+  if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
+  const std::size_t named = ranks.size() > kMostNamed + 1 ? kMostNamed : ranks.size() - 1;
+  const std::vector<int> first(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(named));
+  const std::size_t rest = ranks.size() - named;
+  return fmt::format("ranks {} and {}", fmt::join(first, ", "),
+                     rest == 1 ? std::to_string(ranks.back()) : fmt::format("{} more", rest));
+}
+
+// Names and values hold no zero bytes.
+std::string packed(const std::vector<RankFact>& facts) {
+  std::string text;
+  for (const auto& [name, value] : facts) text += name + '\0' + value + '\0';
+  return text;
+}
+
+std::map<std::string, std::string> unpacked(const std::string& text) {
+  std::map<std::string, std::string> facts;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::string name(text.c_str() + at);
+    const std::string value(text.c_str() + at + name.size() + 1);
+    at += name.size() + value.size() + 2;
+    facts.emplace(name, value);
+  }
+  return facts;
+}
+
+/// The facts in which the ranks differ, in words; in the order of rank 0's.
+std::vector<std::string> differences(const std::vector<RankFact>& facts,
+                                     const std::vector<std::string>& of_ranks) {
+  std::vector<std::map<std::string, std::string>> theirs;
+  for (const std::string& text : of_ranks) theirs.push_back(unpacked(text));
+  std::vector<std::string> found;
+  for (const auto& [name, value] : facts) {
+    std::string other;
+    std::vector<int> ranks;  // that have the other value
+    for (std::size_t r = 1; r < theirs.size(); ++r) {
+      const auto fact = theirs[r].find(name);
+      const std::string of_rank = fact == theirs[r].end() ? "unknown" : fact->second;
+      if (of_rank == value) continue;
+      if (ranks.empty()) other = of_rank;
+      if (of_rank == other) ranks.push_back(static_cast<int>(r));
+    }
+    if (ranks.empty()) continue;
+    found.push_back(fmt::format("{} is {} on rank 0 and {} on {}", name, printable(value),
+                                printable(other), name_ranks(ranks)));
+  }
+  return found;
+}
+
+[[noreturn]] void fail_on_all(const Communicator& ranks, const std::string& text) {
+  throw AgreedError(ErrorKind::kInput, ranks.rank() == 0 ? text : "");
+}
+
+}  // namespace
+
+std::vector<RankFact> facts_of_program(const std::string& program, const Communicator& ranks,
+                                       const RunConfig& config, RunStart start) {
+  std::vector<RankFact> facts{{"the version of agoq", program},
+                              {"the library between the ranks", ranks.description()}};
+  const char* const option = start == RunStart::kResume      ? "--resume"
+                             : start == RunStart::kOverwrite ? "--overwrite"
+                                                             : "no option";
+  facts.emplace_back("how the run starts", option);
+  for (RankFact& setting : settings_of(config)) {
+    if (setting.first != "run.threads") facts.push_back(std::move(setting));
+  }
+  return facts;
+}
+
+std::vector<RankFact> facts_of_data(const Dataset& data) {
+  return {{"the text at data.paths", data.fingerprint()}};
+}
+
+void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts) {
+  const Patience patience(ranks);  // some may still read their text
+  const std::vector<std::string> of_ranks = ranks.gather_texts(packed(facts));
+  // All compare, and come to the same end: rank 0's facts are those that count.
+  const bool equal = std::all_of(of_ranks.begin(), of_ranks.end(),
+                                 [&](const std::string& text) { return text == of_ranks.front(); });
+  if (equal) return;
+  const std::vector<std::string> found = differences(facts, of_ranks);
+  std::string more;
+  if (found.size() > 1) more = fmt::format(", and {} more differences", found.size() - 1);
+  fail_on_all(
+      ranks,
+      fmt::format("the ranks do not agree: {}{}; start all of them with the same program, "
+                  "configuration and data",
+                  found.empty() ? "some know settings that rank 0 does not" : found.front(), more));
+}
+
+void expect_shared(Communicator& ranks, const std::string& directory) {
+  if (ranks.size() == 1) return;
+  // A name that nobody has seen before: an answer "there is none" may be remembered for a while.
+  std::random_device random;
+  const std::string name =
+      ranks.gather_texts(fmt::format(".shared-{:08x}{:08x}", random(), random())).front();
+  const std::filesystem::path path = std::filesystem::path(directory) / name;
+  together(ranks, [&] {
+    if (ranks.rank() == 0) write_durably(path.string(), "");
+  });
+  std::error_code error;
+  bool seen = std::filesystem::exists(path, error);
+  const auto start = std::chrono::steady_clock::now();
+  while (!seen && std::chrono::steady_clock::now() - start < kAppears) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    seen = std::filesystem::exists(path, error);
+  }
+  const Patience patience(ranks);
+  const std::vector<char> all = ranks.gather_values<char>(seen ? 1 : 0);
+  if (ranks.rank() == 0) std::filesystem::remove(path, error);
+  std::vector<int> blind;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == 0) blind.push_back(static_cast<int>(r));
+  }
+  if (blind.empty()) return;
+  fail_on_all(ranks,
+              fmt::format("run.directory {} is not the same on all ranks: {} cannot see what rank 0 "
+                          "writes there; choose one on a file system that all machines share",
+                          directory, name_ranks(blind)));
+}
+
+}  // namespace agoq

@@ -1,0 +1,32 @@
+// What the ranks of a run must have in common, compared before anything is written: program, libraries,
+// settings, data, and a run directory that all of them see.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "data/dataset.h"
+#include "train/run_config.h"
+#include "train/run_directory.h"
+
+namespace agoq {
+
+/// Name and value, as text, of something that has to be equal on all ranks.
+using RankFact = std::pair<std::string, std::string>;
+
+/// `program` names version and commit. Threads may differ: no result depends on them.
+std::vector<RankFact> facts_of_program(const std::string& program, const Communicator& ranks,
+                                       const RunConfig& config, RunStart start);
+std::vector<RankFact> facts_of_data(const Dataset& data);
+
+/// Compares the facts with rank 0's. Collective. Throws AgreedError (kInput, comm/together.h) when one
+/// differs, with the first that does, both values and the ranks.
+void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts);
+
+/// Collective; `directory` exists on rank 0. Throws AgreedError (kInput) naming the ranks that do not
+/// see what rank 0 writes there. Leaves the directory as it was.
+void expect_shared(Communicator& ranks, const std::string& directory);
+
+}  // namespace agoq
