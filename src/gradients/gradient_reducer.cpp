@@ -240,26 +240,26 @@ double GradientReducer::norm(const Context& context, double scale) const {
   return std::sqrt(total) * scale;
 }
 
-void GradientReducer::gather_weights(const Context& context, const std::vector<Tensor>& weights) {
+void GradientReducer::gather_weight(const Context& context, const Tensor& weight) {
   if (is_alone() || !config_.sharded) return;
-  const Context on_side = beside(context);
-  for (const Tensor& weight : weights) {
-    sends_.clear();
-    receives_.clear();
-    const auto rows_of = [&](int rank) {
-      const OwnRows rows = own_rows(weight.rows(), ranks_.size(), rank);
-      return weight.slice_rows(rows.first, rows.last);
-    };
-    const Tensor own = rows_of(ranks_.rank());
-    for (int r = 0; r < ranks_.size(); ++r) {
-      if (r == ranks_.rank()) continue;
-      const Tensor theirs = rows_of(r);
-      if (own.count() > 0) sends_.push_back({r, own.data, own.bytes()});
-      if (theirs.count() > 0) receives_.push_back({r, theirs.data, theirs.bytes()});
-    }
-    ranks_.exchange(on_side, sends_, receives_);
+  sends_.clear();
+  receives_.clear();
+  const auto rows_of = [&](int rank) {
+    const OwnRows rows = own_rows(weight.rows(), ranks_.size(), rank);
+    return weight.slice_rows(rows.first, rows.last);
+  };
+  const Tensor own = rows_of(ranks_.rank());
+  for (int r = 0; r < ranks_.size(); ++r) {
+    if (r == ranks_.rank()) continue;
+    const Tensor theirs = rows_of(r);
+    if (own.count() > 0) sends_.push_back({r, own.data, own.bytes()});
+    if (theirs.count() > 0) receives_.push_back({r, theirs.data, theirs.bytes()});
   }
-  rejoin(context);
+  ranks_.exchange(beside(context), sends_, receives_);
+}
+
+void GradientReducer::finish_gathering(const Context& context) {
+  if (!is_alone() && config_.sharded) rejoin(context);
 }
 
 }  // namespace agoq

@@ -70,8 +70,11 @@ class GradientReducer {
   std::span<const QuantTensor> pieces(std::size_t parameter) const { return pieces_[parameter]; }
   const std::vector<Parameter>& parameters() const { return gradients_.parameters(); }
 
-  /// Every rank's rows of the weights to all, where the optimizer is sharded. Collective.
-  void gather_weights(const Context&, const std::vector<Tensor>& weights);
+  /// Where the optimizer is sharded: queues beside the context's stream, behind what it holds now, that
+  /// every rank's rows of a weight go to all. finish_gathering() makes the context's stream wait for
+  /// them. Collective.
+  void gather_weight(const Context&, const Tensor& weight);
+  void finish_gathering(const Context&);
 
   /// Of the last step, on the device: from the end of this rank's backward pass to that of the
   /// reduction.

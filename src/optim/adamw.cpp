@@ -87,7 +87,7 @@ void AdamW::initialise(const Context& context, std::size_t parameter, const Tens
 
 double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
                      const GradientReducer& gradients, double learning_rate, double gradient_scale,
-                     std::int64_t step) {
+                     std::int64_t step, const std::function<void(std::size_t)>& updated) {
   const std::vector<Parameter>& parameters = gradients.parameters();
   check(weights.size() == first_.size() && parameters.size() == first_.size(),
         "the optimizer holds state for {} parameters; it was given {} weights and {} gradients",
@@ -119,14 +119,16 @@ double AdamW::update(const Context& context, const std::vector<Tensor>& weights,
     key.step = static_cast<std::uint32_t>(step);
     key.micro_batch = 0;
     const OwnRows rows = rows_[parameter];
-    if (rows.first == rows.last) continue;
-    context.backend.adamw_update_pieces(context, gradients.pieces(parameter),
-                                        {weights[parameter].slice_rows(rows.first, rows.last),
-                                         masters_[parameter],
-                                         {},
-                                         first_[parameter],
-                                         second_[parameter]},
-                                        scalars, key);
+    if (rows.first < rows.last) {
+      context.backend.adamw_update_pieces(context, gradients.pieces(parameter),
+                                          {weights[parameter].slice_rows(rows.first, rows.last),
+                                           masters_[parameter],
+                                           {},
+                                           first_[parameter],
+                                           second_[parameter]},
+                                          scalars, key);
+    }
+    if (updated) updated(parameter);
   }
   return norm;
 }

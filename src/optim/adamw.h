@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "backend/backend.h"
@@ -60,9 +61,11 @@ class AdamW {
 
   /// Updates its rows of all weights. gradient_scale: 1 / valid tokens. Clips by the global norm, which
   /// it returns (before clipping, scaled). step counts from 1. Throws Error (kNotFinite), with all state
-  /// as it was, when the norm is not finite or too large for the second moments. Collective.
+  /// as it was, when the norm is not finite or too large for the second moments. Calls
+  /// updated(parameter) when the update of one is queued. Collective.
   double update(const Context&, const std::vector<Tensor>& weights, const GradientReducer& gradients,
-                double learning_rate, double gradient_scale, std::int64_t step);
+                double learning_rate, double gradient_scale, std::int64_t step,
+                const std::function<void(std::size_t)>& updated = {});
 
   /// The rows of a parameter that this object updates and holds state of.
   OwnRows rows(std::size_t parameter) const { return rows_[parameter]; }

@@ -174,15 +174,17 @@ StepReport Trainer::finish_step() {
 
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
   try {
-    report.gradient_norm =
-        optimizer_.update(context, model_.weights(), reducer_, report.learning_rate,
-                          1.0 / static_cast<double>(report.valid_tokens), report.step);
+    // A weight goes to the other ranks while the next is updated.
+    report.gradient_norm = optimizer_.update(
+        context, model_.weights(), reducer_, report.learning_rate,
+        1.0 / static_cast<double>(report.valid_tokens), report.step,
+        [&](std::size_t parameter) { reducer_.gather_weight(context, model_.weights()[parameter]); });
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kNotFinite) throw;
     throw Error(error.kind(), fmt::format("step {}: {}; the weights stay those of step {}", report.step,
                                           error.what(), step_));
   }
-  reducer_.gather_weights(context, model_.weights());
+  reducer_.finish_gathering(context);
   ++step_;
   return report;
 }
