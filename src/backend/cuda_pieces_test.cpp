@@ -86,6 +86,23 @@ TEST(CudaPieces, TheSumMayTakeThePlaceOfAnyPiece) {
   }
 }
 
+TEST(CudaPieces, NaiveSumsAreTheCpusBytes) {
+  AGOQ_NEEDS_GPU();
+  for (const int block : {16, 128}) {
+    const QuantFormat format{Code::kE4m3, block, ScaleType::kFp32, Rounding::kNearest};
+    for (const BlockGrid& grid : kGrids) {
+      Pair pair(std::size_t{16} << 20);
+      const Pieces pieces = random_pieces(pair, format, grid, 3);
+      const QuantTwin sum{pieces.cpu[1], pieces.cuda[1]};  // in place
+      constexpr float kScale = 2.0f / 448;                 // some saturate
+      pair.cpu.backend.add_pieces_naively(pair.cpu, pieces.cpu, sum.cpu, kScale);
+      pair.cuda.backend.add_pieces_naively(pair.cuda, pieces.cuda, sum.cuda, kScale);
+      EXPECT_EQ(pair.differing_bytes(sum), 0)
+          << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "]";
+    }
+  }
+}
+
 TEST(CudaPieces, MorePiecesThanOneKernelTakes) {
   AGOQ_NEEDS_GPU();
   Pair pair(std::size_t{96} << 20);
