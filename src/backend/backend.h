@@ -102,8 +102,11 @@ class Backend {
   /// Of the device whose memory the allocator hands out; nothing where that is the host's.
   virtual std::optional<DeviceMemory> device_memory() = 0;
   /// Seconds that the operations take which `work` queues on the context's stream, from when the device
-  /// begins the first to when it ends the last; waits for them. 0 on a measuring context.
-  virtual double time(const Context&, const std::function<void()>& work) = 0;
+  /// begins the first to when it ends the last; waits for them. 0 on a measuring context. `wait` is
+  /// called before that, for work that is to be waited for in its own way (Communicator::wait has a
+  /// deadline).
+  virtual double time(const Context&, const std::function<void()>& work,
+                      const std::function<void()>& wait = {}) = 0;
   /// With true, an operation computes the same bits in every run. For backends where that costs speed or
   /// memory; others always do. To be set before a plan is made: it changes workspaces.
   virtual void set_deterministic(bool) {}

@@ -37,6 +37,11 @@ struct Pieces {
   std::vector<QuantTensor> cpu, cuda;
 };
 
+Values counted(const Tensor& cpu_counters) {
+  const auto* const counts = cpu_counters.as<std::int64_t>();
+  return Values(counts, counts + cpu_counters.count());
+}
+
 Pieces random_pieces(Pair& pair, const QuantFormat& format, const BlockGrid& grid, int count) {
   Pieces pieces;
   for (int p = 0; p < count; ++p) {
@@ -56,12 +61,12 @@ TEST(CudaPieces, SumsAreTheCpusBytes) {
       for (const int count : {1, 2, 3, 8}) {
         const Pieces pieces = random_pieces(pair, format, grid, count);
         const QuantTwin sum = pair.quant(format, grid);
-        const Twin cpu_counts = pair.counters();
-        pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, sum.cpu, pair.key(), cpu_counts.cpu);
-        pair.cuda.backend.add_pieces(pair.cuda, pieces.cuda, sum.cuda, pair.key(), cpu_counts.cuda);
+        const Twin counts = pair.counters();
+        pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, sum.cpu, pair.key(), counts.cpu);
+        pair.cuda.backend.add_pieces(pair.cuda, pieces.cuda, sum.cuda, pair.key(), counts.cuda);
         EXPECT_EQ(pair.differing_bytes(sum), 0)
             << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "], " << count;
-        EXPECT_EQ(pair.error(cpu_counts), 0.0);
+        EXPECT_EQ(pair.values(counts.cuda), counted(counts.cpu));
       }
     }
   }
@@ -77,6 +82,23 @@ TEST(CudaPieces, TheSumMayTakeThePlaceOfAnyPiece) {
       pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, sum.cpu, pair.key(), {});
       pair.cuda.backend.add_pieces(pair.cuda, pieces.cuda, sum.cuda, pair.key(), {});
       EXPECT_EQ(pair.differing_bytes(sum), 0) << format.to_string() << ", in place of piece " << place;
+    }
+  }
+}
+
+TEST(CudaPieces, NaiveSumsAreTheCpusBytes) {
+  AGOQ_NEEDS_GPU();
+  for (const int block : {16, 128}) {
+    const QuantFormat format{Code::kE4m3, block, ScaleType::kFp32, Rounding::kNearest};
+    for (const BlockGrid& grid : kGrids) {
+      Pair pair(std::size_t{16} << 20);
+      const Pieces pieces = random_pieces(pair, format, grid, 3);
+      const QuantTwin sum{pieces.cpu[1], pieces.cuda[1]};  // in place
+      constexpr float kScale = 2.0f / 448;                 // some saturate
+      pair.cpu.backend.add_pieces_naively(pair.cpu, pieces.cpu, sum.cpu, kScale);
+      pair.cuda.backend.add_pieces_naively(pair.cuda, pieces.cuda, sum.cuda, kScale);
+      EXPECT_EQ(pair.differing_bytes(sum), 0)
+          << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "]";
     }
   }
 }
@@ -118,7 +140,7 @@ TEST(CudaPieces, WhatIsNotFiniteIsCountedAndKeptOut) {
     pair.cuda.backend.add_pieces(pair.cuda, pieces.cuda, sum.cuda, pair.key(), counts.cuda);
     EXPECT_EQ(pair.differing_bytes(sum), 0) << format.to_string();
     EXPECT_EQ(pair.values(counts.cuda)[0], 2.0);
-    EXPECT_EQ(pair.error(counts), 0.0);
+    EXPECT_EQ(pair.values(counts.cuda), counted(counts.cpu));
   }
 }
 
@@ -153,7 +175,9 @@ TEST(CudaPieces, SquaresHaveTheSameBitsForPiecesAndForTheirSum) {
       for (const int count : {1, 2, 5}) {
         const Pieces pieces = random_pieces(pair, format, grid, count);
         const Twin sum = pair.empty(ElementType::kFp32, Shape{grid.rows, grid.row_length});
-        pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, as_quant_tensor(sum.cpu), pair.key(), {});
+        QuantTensor cpu_sum = as_quant_tensor(sum.cpu);
+        cpu_sum.grid.segments = grid.segments;  // on the GPU it is one: segments make no difference
+        pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, cpu_sum, pair.key(), {});
         pair.upload(sum);
         const Twin of_pieces = pair.empty(ElementType::kFp64, Shape{1});
         const Twin of_sum = pair.empty(ElementType::kFp64, Shape{1});

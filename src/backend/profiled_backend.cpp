@@ -50,8 +50,9 @@ std::vector<OperationProfile> ProfiledBackend::profile() const {
   return sorted;
 }
 
-double ProfiledBackend::time(const Context& context, const std::function<void()>& work) {
-  return backend_.time({backend_, context.stream, context.workspace, context.random}, work);
+double ProfiledBackend::time(const Context& context, const std::function<void()>& work,
+                             const std::function<void()>& wait) {
+  return backend_.time({backend_, context.stream, context.workspace, context.random}, work, wait);
 }
 
 void ProfiledBackend::zero(const Context& context, std::byte* memory, std::size_t bytes) {

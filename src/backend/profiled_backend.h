@@ -35,7 +35,8 @@ class ProfiledBackend : public Backend {
   std::string description() const override { return backend_.description(); }
   Allocator& allocator() override { return backend_.allocator(); }
   std::optional<DeviceMemory> device_memory() override { return backend_.device_memory(); }
-  double time(const Context&, const std::function<void()>& work) override;
+  double time(const Context&, const std::function<void()>& work,
+              const std::function<void()>& wait) override;
   void set_deterministic(bool deterministic) override { backend_.set_deterministic(deterministic); }
   void set_attention_groups(int groups) override { backend_.set_attention_groups(groups); }
   void expect_ready() override { backend_.expect_ready(); }

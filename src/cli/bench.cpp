@@ -16,7 +16,6 @@
 #include "cli/process_ranks.h"
 #include "cli/table.h"
 #include "comm/communication_benchmark.h"
-#include "comm/launch.h"
 #include "core/quantity.h"
 #include "train/step_benchmark.h"
 
@@ -48,6 +47,7 @@ struct BenchArguments {
   std::int64_t repetitions = CommunicationBenchmarkOptions{}.repetitions;
   std::int64_t multiprocessors = 0;
   std::string rendezvous = ".";
+  double timeout = WorldOptions{}.timeout_seconds;
   bool json = false;
 };
 
@@ -255,37 +255,28 @@ void bench_comm(const BenchArguments& arguments) {
   check_input(0 <= arguments.multiprocessors && arguments.multiprocessors <= kMostSteps,
               "--multiprocessors is from 0 to {}; {} was given", kMostSteps, arguments.multiprocessors);
   Backend& backend = backend_named(arguments.device);
-  const Launch launch = launch_from_environment();
-  backend.use_device(launch.local_rank);
-  WorldOptions options;
-  options.rendezvous_directory = arguments.rendezvous;
-  options.multiprocessors = static_cast<int>(arguments.multiprocessors);
-  {
-    const std::unique_ptr<Communicator> ranks = world(launch, backend, options);
-    std::vector<std::int64_t> sizes{arguments.elements};
-    if (arguments.elements == 0) {
-      sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
-                                                     ? std::end(kReducedElements)
-                                                     : std::begin(kReducedElements) + kHostSizes);
-    }
-    CommunicationBenchmarkOptions benchmark;
-    benchmark.repetitions = static_cast<int>(arguments.repetitions);
-    benchmark.bucket_elements = arguments.bucket;
-    std::vector<CommunicationTime> times;
-    for (const std::int64_t elements : sizes) {
-      for (const CommunicationTime& time : measure_communication(*ranks, backend, elements, benchmark)) {
-        times.push_back(time);
-      }
-    }
-    if (ranks->rank() == 0) {
-      if (arguments.json) {
-        print_comm_json(*ranks, backend, times);
-      } else {
-        print_comm_table(*ranks, backend, times);
-      }
+  check_input(arguments.timeout > 0, "--timeout is above 0; {} was given", arguments.timeout);
+  ProcessRanks ranks(backend, arguments.rendezvous, arguments.timeout, 0,
+                     static_cast<int>(arguments.multiprocessors));
+  std::vector<std::int64_t> sizes{arguments.elements};
+  if (arguments.elements == 0) {
+    sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
+                                                   ? std::end(kReducedElements)
+                                                   : std::begin(kReducedElements) + kHostSizes);
+  }
+  CommunicationBenchmarkOptions options;
+  options.repetitions = static_cast<int>(arguments.repetitions);
+  options.bucket_elements = arguments.bucket;
+  std::vector<CommunicationTime> times;
+  for (const std::int64_t elements : sizes) {
+    for (const CommunicationTime& time :
+         measure_communication(ranks.all(), backend, elements, options)) {
+      times.push_back(time);
     }
   }
-  leave_world(launch);
+  if (ranks.leads() && arguments.json) print_comm_json(ranks.all(), backend, times);
+  if (ranks.leads() && !arguments.json) print_comm_table(ranks.all(), backend, times);
+  ranks.leave();
 }
 
 void run_bench(const BenchArguments& arguments) {

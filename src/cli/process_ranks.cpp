@@ -8,7 +8,7 @@
 namespace agoq {
 
 ProcessRanks::ProcessRanks(Backend& backend, const std::string& directory, double timeout_seconds,
-                           std::int64_t threads)
+                           std::int64_t threads, int multiprocessors)
     : launch_(launch_from_environment()) {
   if (threads > 0) {
     omp_set_num_threads(static_cast<int>(threads));
@@ -17,7 +17,7 @@ ProcessRanks::ProcessRanks(Backend& backend, const std::string& directory, doubl
     omp_set_num_threads(std::max(1, omp_get_num_procs() / launch_.local_size));
   }
   backend.use_device(launch_.local_rank);
-  ranks_ = world(launch_, backend, {directory, timeout_seconds});
+  ranks_ = world(launch_, backend, {directory, timeout_seconds, multiprocessors});
 }
 
 void ProcessRanks::leave() {

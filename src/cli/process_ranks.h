@@ -13,9 +13,10 @@ namespace agoq {
 class ProcessRanks {
  public:
   /// Takes the rank's device and its share of the machine's processors (`threads`, unless 0), and meets
-  /// the other ranks. Collective. `directory`: one that all ranks see (WorldOptions).
+  /// the other ranks. Collective. `directory`: one that all ranks see; it and `multiprocessors` are
+  /// those of WorldOptions.
   ProcessRanks(Backend& backend, const std::string& directory, double timeout_seconds,
-               std::int64_t threads);
+               std::int64_t threads, int multiprocessors = 0);
 
   Communicator& all() { return *ranks_; }
   /// Rank 0 prints.

@@ -22,6 +22,16 @@ constexpr int kMostCalls = 20;
 // pieces and again of their sum; BF16's is 0.2 %, at most once per addition.
 constexpr double kFp32Bound = 1e-6, kPiecesBound = 0.04, kRequantisedBound = 0.055;
 double bf16_bound(int ranks) { return 0.003 * std::sqrt(static_cast<double>(ranks)); }
+/// Rounding to E4M3 twice before the sum and once at each addition; and what saturates, in the mean over
+/// a normal sum: what is above 4 / sqrt(W) of its deviations, since 4 deviations of a gradient are
+/// within its scale.
+double naive_bound(int ranks) {
+  const double cut = 4 / std::sqrt(static_cast<double>(ranks));
+  const double above = std::erfc(cut / std::sqrt(2.0)) / 2;
+  const double density = std::exp(-cut * cut / 2) / std::sqrt(2 * std::acos(-1.0));
+  const double lost = 2 * ((1 + cut * cut) * above - cut * density);
+  return 0.03 * std::sqrt(ranks + 2.0) + std::sqrt(std::max(lost, 0.0));
+}
 // Of the sum of squares: a rounding error raises it by its own square.
 constexpr double kSquaresBound = 0.01;
 
@@ -64,6 +74,7 @@ class Benchmark {
     run(&Benchmark::sharded);
     run(&Benchmark::fp32);
     run(&Benchmark::bf16);
+    run(&Benchmark::naive);
     run(&Benchmark::fp32_reduce_scatter);
     return times;
   }
@@ -149,9 +160,12 @@ class Benchmark {
     ranks_.wait(context_);
     ranks_.barrier();
     ranks_.all_reduce(context_, ready_);  // streams go on together
-    const double seconds = backend().time(context_, [&] {
-      for (int i = 0; i < calls; ++i) call();
-    });
+    const double seconds = backend().time(
+        context_,
+        [&] {
+          for (int i = 0; i < calls; ++i) call();
+        },
+        [&] { ranks_.wait(context_); });
     const std::vector<double> all = ranks_.gather_values(seconds);
     return *std::max_element(all.begin(), all.end()) / calls;
   }
@@ -286,6 +300,29 @@ class Benchmark {
     return all_reduce(CommunicationVariant::kBf16, ElementType::kBf16, bf16_bound(ranks_.size()));
   }
 
+  CommunicationTime naive() {
+    Quantised quantised;
+    make(quantised);
+    QuantizedReduction& reduction = *quantised.reduction;
+    // The scale that ranks would have to agree on first is known here.
+    backend().quantize(context_, gradient_, quantised.tensor, {}, {});
+    std::vector<float> blocks(static_cast<std::size_t>(count() / kFormat.block));
+    backend().read(context_, quantised.tensor.scales, blocks.data(), blocks.size() * sizeof(float));
+    float scale = *std::max_element(blocks.begin(), blocks.end());
+    for (const float other : ranks_.gather_values(scale)) scale = std::max(scale, other);
+    CommunicationTime result = time_quantised(CommunicationVariant::kNaiveFp8, quantised, [&] {
+      for (std::size_t b = 0; b < reduction.buckets(); ++b) {
+        reduction.all_reduce_naively(context_, b, {&scale, 1});
+      }
+      reduction.finish(context_);
+    });
+    result.relative_error = error({0, rows_}, [&](Rows rows, const Tensor& values) {
+      backend().dequantize(context_, quantised.tensor.slice_rows(rows.first, rows.last), values);
+    });
+    expect_within(result.variant, result.relative_error, naive_bound(ranks_.size()));
+    return result;
+  }
+
   CommunicationTime fp32_reduce_scatter() {
     const Tensor x = take_rows(ElementType::kFp32);
     std::vector<std::int64_t> counts;
@@ -322,6 +359,7 @@ std::string_view name_of(CommunicationVariant variant) {
     case CommunicationVariant::kSharded: return "ZeRO-1 reduce with norm";
     case CommunicationVariant::kFp32: return "fp32 all-reduce";
     case CommunicationVariant::kBf16: return "bf16 all-reduce";
+    case CommunicationVariant::kNaiveFp8: return "naive fp8 all-reduce";
     case CommunicationVariant::kFp32ReduceScatter: return "fp32 reduce-scatter";
   }
   return "";

@@ -24,7 +24,7 @@ namespace agoq {
 
 struct CommunicationBenchmarkOptions {
   int repetitions = 10;  // timed; each of several calls where these are short
-  std::int64_t bucket_elements = std::int64_t{1} << 26;  // over all ranks' shards, as in training
+  std::int64_t bucket_elements = std::int64_t{1} << 27;  // over all ranks' shards, as in training
 };
 
 enum class CommunicationVariant : std::uint8_t {
@@ -33,6 +33,7 @@ enum class CommunicationVariant : std::uint8_t {
   kSharded,   // ZeRO-1: exchange, pieces into place, norm pass
   kFp32,      // the library's all-reduce
   kBf16,
+  kNaiveFp8,           // one scale, sums rounded to FP8, on QuanGrad's exchange
   kFp32ReduceScatter,  // the library's
 };
 std::string_view name_of(CommunicationVariant variant);

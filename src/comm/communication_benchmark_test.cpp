@@ -18,12 +18,13 @@ TEST(CommunicationBenchmark, TimesEveryVariantAndCountsItsBytes) {
       const std::int64_t elements = 16 * kBenchmarkWidth;
       const std::vector<CommunicationTime> times = measure_communication(
           ranks, cpu_backend(), elements, {.repetitions = 2, .bucket_elements = 40000});
-      ASSERT_EQ(times.size(), 6u);
+      ASSERT_EQ(times.size(), 7u);
       for (const CommunicationTime& time : times) {
         EXPECT_EQ(time.elements, elements);
         EXPECT_GT(time.seconds, 0) << name_of(time.variant);
         EXPECT_GT(time.wire_bytes, 0) << name_of(time.variant);
-        EXPECT_LT(time.relative_error, 0.05) << name_of(time.variant);
+        EXPECT_LT(time.relative_error, time.variant == CommunicationVariant::kNaiveFp8 ? 0.1 : 0.05)
+            << name_of(time.variant);
       }
       const auto bytes = [&](CommunicationVariant variant) {
         return times[static_cast<std::size_t>(variant)].wire_bytes;

@@ -83,8 +83,9 @@ QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
   }
   if (others == 0) return;
   for (std::byte*& staging : staging_) staging = memory_.take(staging_bytes_);
-  sends_.reserve(ranges * others * std::size(kPlanes));
-  receives_.reserve(ranges * others * std::size(kPlanes));
+  // Of three buckets at most: one that begins or is gathered, and two whose sums have waited.
+  sends_.reserve(3 * ranges * others * std::size(kPlanes));
+  receives_.reserve(3 * ranges * others * std::size(kPlanes));
   staged_.reserve(ranges * (others + 1));
   if (memory_.is_measuring()) return;
   exchanging_ = backend_.side_stream(0);
@@ -153,53 +154,51 @@ void QuantizedReduction::add_messages(std::vector<Message>& messages, int peer,
   }
 }
 
-void QuantizedReduction::exchange(const Context& context) {
-  ranks_.exchange(context, sends_, receives_);
+void QuantizedReduction::exchange(const Context& main) {
+  ranks_.exchange(on(main, exchanging_), sends_, receives_);
   for (const Message& message : sends_) sent_bytes_ += message.bytes;
+  sends_.clear();
+  receives_.clear();
 }
 
 void QuantizedReduction::send_pieces(const Context& main, const Bucket& bucket) {
   lay_out(bucket, staging_[next_staging_]);
   next_staging_ = 1 - next_staging_;
-  sends_.clear();
-  receives_.clear();
   // Each rank begins with its neighbour: not all with the same one.
   for (int distance = 1; distance < ranks_.size(); ++distance) {
-    const int to = (ranks_.rank() + distance) % ranks_.size();
-    const int from = (ranks_.rank() + ranks_.size() - distance) % ranks_.size();
     for (std::size_t range = 0; range < bucket.size(); ++range) {
-      add_messages(sends_, to, rows_of_slot(bucket[range], to));
-      add_messages(
-          receives_, from,
-          staged_[range * static_cast<std::size_t>(ranks_.size()) + static_cast<std::size_t>(from)]);
+      add_messages(sends_, to(distance), rows_of_slot(bucket[range], to(distance)));
+      add_messages(receives_, from(distance),
+                   staged_[range * static_cast<std::size_t>(ranks_.size()) +
+                           static_cast<std::size_t>(from(distance))]);
     }
   }
+  if (before_last_) add_sums(buckets_[*before_last_]);
+  before_last_ = last_;
+  last_.reset();
   order(main.stream, exchanging_);
-  exchange(on(main, exchanging_));
-  // The sums read what came. The next exchange of pieces fills the staging of the bucket before this
-  // one, whose sums have been queued: they come before whatever is exchanged from here on.
+  exchange(main);
+  // The sums of this bucket read what came. The next exchange fills the staging of the bucket before
+  // this one, and sends its sums: it comes after those, which are queued, and not after this bucket's.
   order(exchanging_, computing_);
   order(computing_, exchanging_);
 }
 
-void QuantizedReduction::send_sums(const Context& main, const Bucket& bucket) {
-  sends_.clear();
-  receives_.clear();
+void QuantizedReduction::add_sums(const Bucket& bucket) {
   for (int distance = 1; distance < ranks_.size(); ++distance) {
-    const int to = (ranks_.rank() + distance) % ranks_.size();
-    const int from = (ranks_.rank() + ranks_.size() - distance) % ranks_.size();
     for (const SlotRows& rows : bucket) {
-      add_messages(sends_, to, rows_of_slot(rows, ranks_.rank()));
-      add_messages(receives_, from, rows_of_slot(rows, from));
+      add_messages(sends_, to(distance), rows_of_slot(rows, ranks_.rank()));
+      add_messages(receives_, from(distance), rows_of_slot(rows, from(distance)));
     }
   }
-  exchange(on(main, exchanging_));
 }
 
-void QuantizedReduction::send_sums_that_wait(const Context& main) {
-  if (!sum_waits_) return;
-  send_sums(main, buckets_[*sum_waits_]);
-  sum_waits_.reset();
+void QuantizedReduction::add_all_sums() {
+  order(computing_, exchanging_);
+  for (std::optional<std::size_t>* const bucket : {&before_last_, &last_}) {
+    if (*bucket) add_sums(buckets_[**bucket]);
+    bucket->reset();
+  }
 }
 
 template <typename Sum>
@@ -207,7 +206,6 @@ void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum
   if (ranks_.size() == 1) return;
   const Bucket& ranges = buckets_.at(bucket);
   send_pieces(main, ranges);
-  send_sums_that_wait(main);
   const Context computing = on(main, computing_);
   const auto ranks = static_cast<std::size_t>(ranks_.size());
   for (std::size_t range = 0; range < ranges.size(); ++range) {
@@ -215,7 +213,7 @@ void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum
     const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
     if (own.rows() > 0) sum(computing, pieces, own, ranges[range].tensor);
   }
-  sum_waits_ = bucket;
+  last_ = bucket;
 }
 
 void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, const Tensor& counters) {
@@ -244,7 +242,6 @@ void QuantizedReduction::scatter(const Context& main, std::size_t bucket) {
   if (ranks_.size() == 1) return;
   const Bucket& ranges = buckets_.at(bucket);
   send_pieces(main, ranges);
-  send_sums_that_wait(main);
   const Context computing = on(main, computing_);
   const auto ranks = static_cast<std::size_t>(ranks_.size());
   for (std::size_t range = 0; range < ranges.size(); ++range) {
@@ -265,16 +262,16 @@ void QuantizedReduction::scatter(const Context& main, std::size_t bucket) {
 
 void QuantizedReduction::gather(const Context& main, std::size_t bucket) {
   if (ranks_.size() == 1) return;
+  add_all_sums();
+  add_sums(buckets_.at(bucket));
   order(main.stream, exchanging_);
-  order(computing_, exchanging_);
-  send_sums_that_wait(main);
-  send_sums(main, buckets_.at(bucket));
+  exchange(main);
 }
 
 void QuantizedReduction::finish(const Context& main) {
   if (ranks_.size() == 1) return;
-  order(computing_, exchanging_);
-  send_sums_that_wait(main);
+  add_all_sums();
+  exchange(main);
   order(exchanging_, main.stream);
 }
 

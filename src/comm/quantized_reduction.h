@@ -16,8 +16,9 @@
 //   gather       3 only
 //
 // Steps 1 and 3 run on one side stream, 2 on another, with two sets of staging: step 2 of a bucket runs
-// beside step 1 of the next, and step 3 follows that. What the main stream had queued at a call comes
-// before it; finish() makes the main stream wait for all.
+// beside step 1 of the next, and step 3 goes in one exchange with step 1 of the one after that (every
+// exchange costs some tens of microseconds, whatever it carries). What the main stream had queued at a
+// call comes before it; finish() makes the main stream wait for all.
 //
 // Every rank makes the same calls in the same order. Nothing is allocated after construction.
 #pragma once
@@ -95,6 +96,9 @@ class QuantizedReduction {
   QuantTensor own_slot(std::size_t tensor) const;
 
  private:
+  /// To the neighbour at `distance` and from the one on the other side.
+  int to(int distance) const { return (ranks_.rank() + distance) % ranks_.size(); }
+  int from(int distance) const { return (ranks_.rank() + ranks_.size() - distance) % ranks_.size(); }
   /// Rows [first, last) of slot `slot`, cut off at the tensor's end.
   QuantTensor rows_of_slot(const SlotRows& rows, int slot) const;
   /// The place of a piece of the own slot's rows in slot `slot`.
@@ -106,11 +110,12 @@ class QuantizedReduction {
   /// Steps 1 and 2, the latter by sum(context, pieces of a range, own slot of it, tensor).
   template <typename Sum>
   void reduce(const Context& main, std::size_t bucket, Sum sum);
-  /// Steps 1 and 3.
+  /// Step 1 of a bucket, with step 3 of the bucket whose sum the exchanging stream comes after.
   void send_pieces(const Context& main, const Bucket& bucket);
-  void send_sums(const Context& main, const Bucket& bucket);
-  void send_sums_that_wait(const Context& main);
-  void exchange(const Context& context);
+  void add_sums(const Bucket& bucket);
+  /// Step 3 of all buckets whose turn has not come.
+  void add_all_sums();
+  void exchange(const Context& main);
   void add_messages(std::vector<Message>& messages, int peer, const QuantTensor& tensor) const;
 
   Communicator& ranks_;
@@ -123,7 +128,9 @@ class QuantizedReduction {
   std::byte* staging_[2] = {nullptr, nullptr};
   int next_staging_ = 0;
   Stream exchanging_, computing_;
-  std::optional<std::size_t> sum_waits_;  // the bucket whose step 3 is not queued yet
+  // Buckets whose step 3 is not queued yet: the last one, which the exchanging stream does not come
+  // after, and the one before it.
+  std::optional<std::size_t> last_, before_last_;
   std::size_t sent_bytes_ = 0;
   // Kept from call to call: nothing is allocated inside a step.
   std::vector<Message> sends_, receives_;

@@ -160,13 +160,16 @@ void GradientReducer::finish(const Context& context) {
   completed_ = order_.size();
   if (config_.kind == GradientReduction::kNaiveFp8) agree_on_scales(context);
   send_full_buckets(context);
-  exposed_seconds_ = backend_.time(context, [&] {
-    if (reduction_) {
-      reduction_->finish(context);
-    } else {
-      rejoin(context);
-    }
-  });
+  exposed_seconds_ = backend_.time(
+      context,
+      [&] {
+        if (reduction_) {
+          reduction_->finish(context);
+        } else {
+          rejoin(context);
+        }
+      },
+      [&] { ranks_.wait(context); });
   if (!(reduction_ && config_.sharded && config_.requantise_shards)) return;
   for (std::size_t p = 0; p < pieces_.size(); ++p) {
     const QuantTensor& own = pieces_[p].front();

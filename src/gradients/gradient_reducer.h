@@ -37,7 +37,7 @@ struct ReductionConfig {
   bool sharded = false;            // ZeRO-1
   bool requantise_shards = false;  // sharded: the sum is requantised, as a replicated optimizer reads it
   bool overlap = true;             // with the backward pass of the last micro-batch
-  std::int64_t bucket_elements = std::int64_t{1} << 26;  // over all ranks' shards
+  std::int64_t bucket_elements = std::int64_t{1} << 27;  // over all ranks' shards
 
   bool operator==(const ReductionConfig&) const = default;
 };

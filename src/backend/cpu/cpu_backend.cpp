@@ -14,9 +14,11 @@ std::string CpuBackend::description() const {
                      AGOQ_STRINGIFY(AGOQ_CPU_ISA));
 }
 
-double CpuBackend::time(const Context& context, const std::function<void()>& work) {
+double CpuBackend::time(const Context& context, const std::function<void()>& work,
+                        const std::function<void()>& wait) {
   const auto start = std::chrono::steady_clock::now();
   work();  // operations are done when they return
+  if (wait) wait();
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
   return context.workspace.is_measuring() ? 0 : taken.count();
 }

@@ -18,7 +18,8 @@ class CpuBackend : public Backend {
   std::string description() const override;
   Allocator& allocator() override { return host_allocator(); }
   std::optional<DeviceMemory> device_memory() override { return std::nullopt; }
-  double time(const Context&, const std::function<void()>& work) override;
+  double time(const Context&, const std::function<void()>& work,
+              const std::function<void()>& wait) override;
 
   // movement.cpp
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;

@@ -145,7 +145,8 @@ void CudaBackend::order(Stream earlier, Stream later) {
   expect_success(cudaStreamWaitEvent(stream_of(later), event, 0), "ordering streams");
 }
 
-double CudaBackend::time(const Context& context, const std::function<void()>& work) {
+double CudaBackend::time(const Context& context, const std::function<void()>& work,
+                         const std::function<void()>& wait) {
   if (context.workspace.is_measuring()) {
     work();
     return 0;
@@ -166,6 +167,7 @@ double CudaBackend::time(const Context& context, const std::function<void()>& wo
   expect_success(cudaEventRecord(begin.handle(), stream), "timing");
   work();
   expect_success(cudaEventRecord(end.handle(), stream), "timing");
+  if (wait) wait();
   expect_success(cudaEventSynchronize(end.handle()), "an operation that was timed");
   float milliseconds = 0;
   expect_success(cudaEventElapsedTime(&milliseconds, begin.handle(), end.handle()), "timing");

@@ -26,7 +26,8 @@ class CudaBackend : public Backend {
   std::string description() const override;
   Allocator& allocator() override;
   std::optional<DeviceMemory> device_memory() override;
-  double time(const Context&, const std::function<void()>& work) override;
+  double time(const Context&, const std::function<void()>& work,
+              const std::function<void()>& wait) override;
   /// True: no choice of algorithms by timing, and plain attention (matmul.cpp).
   void set_deterministic(bool deterministic) override;
   void set_attention_groups(int groups) override;

@@ -155,18 +155,28 @@ __device__ __forceinline__ uint4 encode_unit(float (&x)[kUnit], int lanes, float
   return make_uint4(first.low, first.high, second.low, second.high);
 }
 
-// 64 registers: 1,024 threads with two loads of 16 bytes each in flight are what copy speed needs.
-constexpr int kFlatResidentBlocks = 4;
+// While one bucket is summed another one is exchanged. NCCL's blocks take the registers of a
+// multiprocessor each, and wait for a kernel that has some of all: so a block here takes a whole
+// multiprocessor too, and some are left free. 1,024 threads with two loads of 16 bytes each in flight
+// are what copy speed needs.
+constexpr int kFlatThreads = 1024;
+constexpr int kLeftForExchange = 32;
 
-__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
+unsigned flat_blocks(std::int64_t units) {
+  const std::int64_t all = device().multiprocessors;
+  const std::int64_t most = std::max(all - kLeftForExchange, (all + 1) / 2);
+  return static_cast<unsigned>(std::min((units + kFlatThreads - 1) / kFlatThreads, most));
+}
+
+__global__ void __launch_bounds__(kFlatThreads, 1)
     add_flat_kernel(const __grid_constant__ Planes planes, uint4* codes, float* scales, int block_shift,
                     std::int64_t units, std::int64_t* counters) {
   const int lanes = (1 << block_shift) / kUnit;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
   LaneCounts counts;
-  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  const std::int64_t step = std::int64_t{gridDim.x} * kFlatThreads;
   // A warp goes on until all of its lanes are past the end: blocks are reduced over lanes.
-  for (std::int64_t first = std::int64_t{blockIdx.x} * kThreads + threadIdx.x - lane_index();
+  for (std::int64_t first = std::int64_t{blockIdx.x} * kFlatThreads + threadIdx.x - lane_index();
        first < units; first += step) {
     const std::int64_t unit = first + lane_index();
     float x[kUnit] = {};
@@ -350,10 +360,9 @@ void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor
   std::int64_t* const counted = counters ? counters.as<std::int64_t>() : nullptr;
   if (has_flat_units(of_pieces) && has_flat_units(of_sum) && of_pieces.block == of_sum.block) {
     const std::int64_t units = sum.grid.count() / kUnit;
-    add_flat_kernel<<<grid_blocks((units + kThreads - 1) / kThreads, 4 * kFlatResidentBlocks), kThreads,
-                      0, stream>>>(planes, reinterpret_cast<uint4*>(of_sum.codes),
-                                   reinterpret_cast<float*>(of_sum.scales), of_sum.block_shift, units,
-                                   counted);
+    add_flat_kernel<<<flat_blocks(units), kFlatThreads, 0, stream>>>(
+        planes, reinterpret_cast<uint4*>(of_sum.codes), reinterpret_cast<float*>(of_sum.scales),
+        of_sum.block_shift, units, counted);
     return expect_launched("add_pieces");
   }
   const auto run = [&]<Code code>() {

@@ -17,6 +17,7 @@
 #include <exception>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include "backend/cuda/device.h"
 #include "comm/exchange_checks.h"
@@ -114,9 +115,8 @@ class NcclRanks : public Communicator {
     const ncclResult_t begun = ncclCommInitRankConfig(&group_, size, nccl_id, rank, &config);
     try {
       complete(begun, "joining the other ranks");
-    } catch (const Error&) {
-      const std::string words = ncclGetLastError(nullptr);
-      if (words.find("Duplicate GPU") == std::string::npos) throw;
+    } catch (const Error& error) {
+      if (std::string_view(error.what()).find("Duplicate GPU") == std::string_view::npos) throw;
       fail_input(
           "rank {}: two ranks of one machine have the same GPU: start at most as many ranks on a "
           "machine "
@@ -219,6 +219,8 @@ class NcclRanks : public Communicator {
       }
     }
   }
+
+  double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
     ncclComm_t part = nullptr;
