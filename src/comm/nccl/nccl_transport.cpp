@@ -17,6 +17,7 @@
 #include <exception>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include "backend/cuda/device.h"
 #include "comm/exchange_checks.h"
@@ -219,6 +220,8 @@ class NcclRanks : public Communicator {
       }
     }
   }
+
+  double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
     ncclComm_t part = nullptr;
