@@ -140,7 +140,7 @@ class RankFailures : public testing::Test {
     std::string all = fmt::format("train {} --json", AGOQ_CONFIG);
     const std::vector<std::string> settings{"data.paths=" + folder_.path("text"),
                                             "data.extensions=.txt",
-        "data.holdout_every=5",
+                                            "data.holdout_every=5",
                                             "data.holdout_index=2",
                                             "run.directory=" + folder_.path(run),
                                             "run.threads=1",
@@ -152,10 +152,10 @@ class RankFailures : public testing::Test {
                                             "train.validate_every=0",
                                             "train.validation_batches=1",
                                             "model.layers=2",
-        "model.hidden=128",
-        "model.heads=2",
-        "model.kv_heads=1",
-        "model.feed_forward=352",
+                                            "model.hidden=128",
+                                            "model.heads=2",
+                                            "model.kv_heads=1",
+                                            "model.feed_forward=352",
                                             "checkpoint.every=2",
                                             "checkpoint.keep=2",
                                             fmt::format("parallel.timeout_seconds={}", kTimeout)};
