@@ -44,7 +44,7 @@ struct RunOptions {
   /// Who share the run; null: this process alone. Rank 0 shows progress and writes the run directory.
   Communicator* ranks = nullptr;
   /// Version and commit of this program, which all ranks must have in common (train/rank_agreement.h).
-  std::string program;
+  std::string program = {};
   /// Gets a line for each setting that changed on resume, and for each checkpoint that was skipped.
   Notice notice = print_notice;
 };

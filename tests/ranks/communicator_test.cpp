@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "backend/backend.h"
 #include "core/random.h"
@@ -275,6 +278,22 @@ TEST(Communicator, ExchangesNothingOnAMeasuringContext) {
     }
   }
   ranks().barrier();
+}
+
+// Run by itself (CMakeLists.txt), since nobody can go on with the group afterwards.
+TEST(Communicator, DISABLED_ARankThatDoesNotComeIsNamed) {
+  ranks().set_timeout(1);
+  if (ranks().rank() == 1) {
+    std::this_thread::sleep_for(std::chrono::seconds(3));
+  } else {
+    try {
+      expect_exchanged(ranks(), {std::size_t{1} << 20});
+      ADD_FAILURE() << "rank 1 was not waited for";
+    } catch (const Error& error) {
+      fmt::print(stderr, "{}\n", error.what());
+    }
+  }
+  std::_Exit(1);
 }
 
 }  // namespace

@@ -1,0 +1,276 @@
+// The program on several ranks, of which one is killed, stopped or started otherwise than the rest: all
+// end in time and say why, and the run goes on from its last checkpoint as if nothing had been.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <optional>
+#include <regex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/temporary_folder.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using agoq::TemporaryFolder;
+using Clock = std::chrono::steady_clock;
+
+constexpr double kTimeout = 3;  // parallel.timeout_seconds
+// mpirun waits a second before it kills what does not end, and the machine may be busy.
+constexpr double kMargin = 4;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+void sleep_a_little() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+std::string read_file(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+/// mpirun with the ranks that it starts.
+class RankProcesses {
+ public:
+  /// `groups`: for each the number of ranks and the arguments of the program.
+  explicit RankProcesses(const std::vector<std::pair<int, std::string>>& groups) {
+    std::string command = "exec " AGOQ_MPIRUN " --oversubscribe";
+    std::string separator;
+    for (const auto& [ranks, arguments] : groups) {
+      command += fmt::format("{} -np {} {} {}", separator, ranks, AGOQ_PROGRAM, arguments);
+      separator = " :";
+    }
+    mpirun_ = fork();
+    if (mpirun_ == 0) {
+      [[maybe_unused]] FILE* streams[] = {freopen(folder_.path("out").c_str(), "w", stdout),
+                                          freopen(folder_.path("error").c_str(), "w", stderr)};
+      execl("/bin/sh", "sh", "-c", command.c_str(), static_cast<char*>(nullptr));
+      _exit(127);
+    }
+  }
+  ~RankProcesses() {
+    if (mpirun_ == 0) return;
+    for (const auto& [rank, pid] : ranks()) kill(pid, SIGKILL);
+    kill(mpirun_, SIGKILL);
+    waitpid(mpirun_, nullptr, 0);
+  }
+  RankProcesses(const RankProcesses&) = delete;
+  RankProcesses& operator=(const RankProcesses&) = delete;
+
+  /// The exit status, -1 after a signal; nothing if it has not ended within `seconds`.
+  std::optional<int> wait(double seconds) {
+    const Clock::time_point start = Clock::now();
+    do {
+      int status = 0;
+      if (waitpid(mpirun_, &status, WNOHANG) == mpirun_) {
+        mpirun_ = 0;
+        return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+      }
+      sleep_a_little();
+    } while (seconds_since(start) < seconds);
+    return std::nullopt;
+  }
+
+  /// The ranks that mpirun has as children, by their number.
+  std::vector<std::pair<int, pid_t>> ranks() const {
+    std::vector<std::pair<int, pid_t>> found;
+    for (const auto& entry : fs::directory_iterator("/proc")) {
+      const std::string name = entry.path().filename();
+      if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+      const std::string stat = read_file(entry.path() / "stat");
+      const std::size_t end = stat.rfind(')');
+      int parent = 0;
+      if (end == std::string::npos || sscanf(stat.c_str() + end + 1, " %*c %d", &parent) != 1) continue;
+      if (parent != mpirun_) continue;
+      const std::string environment = read_file(entry.path() / "environ");
+      const std::string key = "OMPI_COMM_WORLD_RANK=";
+      const std::size_t at = environment.find(key);
+      if (at == std::string::npos) continue;
+      found.emplace_back(std::stoi(environment.substr(at + key.size())), std::stoi(name));
+    }
+    return found;
+  }
+  pid_t pid(int rank) const {
+    for (const auto& [number, pid] : ranks()) {
+      if (number == rank) return pid;
+    }
+    return 0;
+  }
+
+  std::string out() const { return read_file(folder_.path("out")); }
+  std::string error() const { return read_file(folder_.path("error")); }
+  /// The lines that agoq has written to stderr.
+  std::vector<std::string> lines() const {
+    std::vector<std::string> found;
+    std::ifstream file(folder_.path("error"));
+    for (std::string line; std::getline(file, line);) {
+      if (line.rfind("agoq: ", 0) == 0) found.push_back(line);
+    }
+    return found;
+  }
+
+ private:
+  TemporaryFolder folder_;
+  pid_t mpirun_ = 0;
+};
+
+class RankFailures : public testing::Test {
+ protected:
+  static constexpr int kSteps = 30;
+
+  void SetUp() override {
+    std::string text;
+    for (int i = 0; i < 3000; ++i) text += fmt::format("{} squared is {}. ", i, i * i);
+    for (int d = 0; d < 10; ++d)
+      folder_.write(fmt::format("text/{}.txt", d), text.substr(997 * d, 9000));
+  }
+
+  std::string arguments(const std::string& run, const std::string& more = "") const {
+    std::string all = fmt::format("train {} --json", AGOQ_CONFIG);
+    const std::vector<std::string> settings{"data.paths=" + folder_.path("text"),
+                                            "data.extensions=.txt",
+                                            "data.holdout_every=5",
+                                            "data.holdout_index=2",
+                                            "run.directory=" + folder_.path(run),
+                                            "run.threads=1",
+                                            fmt::format("train.steps={}", kSteps),
+                                            "optimizer.warmup_steps=2",
+                                            "train.micro_batches=6",
+                                            "train.micro_batch=1",
+                                            "train.sequence=64",
+                                            "train.validate_every=0",
+                                            "train.validation_batches=1",
+                                            "model.layers=2",
+                                            "model.hidden=128",
+                                            "model.heads=2",
+                                            "model.kv_heads=1",
+                                            "model.feed_forward=352",
+                                            "checkpoint.every=2",
+                                            "checkpoint.keep=2",
+                                            fmt::format("parallel.timeout_seconds={}", kTimeout)};
+    for (const std::string& setting : settings) all += " --set " + setting;
+    return all + " " + more;
+  }
+  std::string last_state(const std::string& run) const {
+    const fs::path directory =
+        fs::path(folder_.path(run)) / "checkpoints" / fmt::format("step-{}", kSteps);
+    return read_file(directory / "manifest.json") + read_file(directory / "model.safetensors") +
+           read_file(directory / "state.safetensors");
+  }
+
+  /// Sends rank `rank` of three a signal when `is_time` says so; then all end, a line names it, and the
+  /// run resumes to what an uninterrupted one comes to.
+  void expect_survived(int rank, int signal, const std::function<bool(const fs::path& run)>& is_time) {
+    SCOPED_TRACE(fmt::format("rank {} gets signal {}", rank, signal));
+    fs::remove_all(folder_.path("run"));
+    {
+      RankProcesses processes({{3, arguments("run")}});
+      const Clock::time_point start = Clock::now();
+      while (!is_time(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
+      const pid_t pid = processes.pid(rank);
+      ASSERT_NE(pid, 0) << processes.error();
+      ASSERT_EQ(kill(pid, signal), 0);
+      const Clock::time_point sent = Clock::now();
+      const std::optional<int> status = processes.wait(kTimeout + kMargin);
+      ASSERT_TRUE(status.has_value()) << "the ranks have not ended: " << processes.error();
+      EXPECT_NE(*status, 0);
+      EXPECT_LT(seconds_since(sent), kTimeout + kMargin);
+      const std::string error = processes.error();
+      const std::regex line(
+          fmt::format("(^|\n)agoq: rank {} of 3 \\(host [^ ]+, pid {}\\) [^\n]*(is gone|no sign of "
+                      "life)[^\n]*, last in [^\n]*; all ranks end: [^\n]*--resume",
+                      rank, pid));
+      EXPECT_TRUE(std::regex_search(error, line)) << error;
+      if (rank != 0) {
+        EXPECT_EQ(processes.lines().size(), 1u) << error;
+      }
+    }
+    RankProcesses resumed({{3, arguments("run", "--resume")}});
+    EXPECT_EQ(resumed.wait(120), 0) << resumed.error();
+    EXPECT_EQ(resumed.lines(), std::vector<std::string>{});
+    EXPECT_TRUE(last_state("run") == last_state("straight"));
+  }
+  void run_straight() {
+    RankProcesses straight({{3, arguments("straight")}});
+    ASSERT_EQ(straight.wait(120), 0) << straight.error();
+    ASSERT_GT(last_state("straight").size(), 1000u);
+  }
+
+  TemporaryFolder folder_;
+};
+
+/// While steps are computed and gradients exchanged.
+bool in_a_step(const fs::path& run) {
+  const std::string metrics = read_file(run / "metrics.jsonl");
+  return std::count(metrics.begin(), metrics.end(), '\n') >= 9;
+}
+bool in_a_save(const fs::path& run) {
+  std::error_code error;
+  return fs::exists(run / "checkpoints" / ".step-10.tmp", error);
+}
+
+TEST_F(RankFailures, AKilledRankEndsAll) {
+  run_straight();
+  expect_survived(1, SIGKILL, in_a_step);
+  expect_survived(2, SIGKILL, in_a_save);
+  expect_survived(0, SIGKILL, in_a_step);
+}
+
+TEST_F(RankFailures, AStoppedRankEndsAll) {
+  run_straight();
+  expect_survived(2, SIGSTOP, in_a_step);
+  expect_survived(1, SIGSTOP, in_a_save);
+  expect_survived(0, SIGSTOP, in_a_step);
+}
+
+TEST_F(RankFailures, AnotherNumberOfRanksGoesOn) {
+  // The state after 6 steps of three ranks, read and written by two: the optimizer's share changes
+  // hands.
+  const std::string sharded = "--set parallel.shard_optimizer=true ";
+  RankProcesses three({{3, arguments("run", sharded + "--set train.steps=6")}});
+  ASSERT_EQ(three.wait(60), 0) << three.error();
+  for (const auto& [ranks, steps] : {std::pair{2, 10}, {1, 12}, {4, kSteps}}) {
+    RankProcesses others(
+        {{ranks, arguments("run", fmt::format("{} --resume --set train.steps={}", sharded, steps))}});
+    ASSERT_EQ(others.wait(60), 0) << others.error();
+  }
+  EXPECT_GT(last_state("run").size(), 1000u);
+}
+
+TEST_F(RankFailures, RanksThatDifferAreToldSoBeforeTheyStart) {
+  const auto expect_refused = [&](const std::string& second, const std::string& text) {
+    RankProcesses processes({{1, arguments("run")}, {2, arguments("run", second)}});
+    EXPECT_EQ(processes.wait(20), 2) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
+    EXPECT_FALSE(fs::exists(folder_.path("run") + "/config.toml"));
+    EXPECT_FALSE(fs::exists(folder_.path("run") + "/metrics.jsonl"));
+  };
+  expect_refused("--set train.steps=17",
+                 fmt::format("train.steps is {} on rank 0 and 17 on ranks 1 and 2", kSteps));
+  expect_refused("--resume", "how the run starts is no option on rank 0 and --resume on ranks 1 and 2");
+  expect_refused("--set run.directory=" + folder_.path("other"), "run.directory is ");
+  fs::copy(folder_.path("text"), folder_.path("text2"));
+  folder_.write("text2/3.txt", "something else");
+  expect_refused("--set data.paths=" + folder_.path("text2"), "data.paths is ");
+}
+
+TEST_F(RankFailures, AnErrorOfAllRanksIsOneLine) {
+  RankProcesses processes({{3, arguments("run", "--set data.paths=/nowhere")}});
+  EXPECT_EQ(processes.wait(20), 2);
+  ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+  EXPECT_NE(processes.lines().front().find("/nowhere"), std::string::npos) << processes.error();
+}
+
+}  // namespace
