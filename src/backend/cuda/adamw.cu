@@ -177,16 +177,6 @@ __device__ __forceinline__ void store_elements(const Element (&from)[kVector], b
   }
 }
 
-/// Copies to shared memory; arrived after wait_for_copies by the same thread.
-template <typename Value>
-__device__ __forceinline__ void copy_async(const Value* from, Value* to) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(sizeof(Value))
-               : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 /// How the weights are held, as a type: FP32 weights, or BF16 weights with each kind of master.
 template <typename Storage, MasterKind kind>
 struct Weights {

@@ -17,9 +17,11 @@
 // outside the vocabulary makes the row's loss NaN and its gradient zero: the host cannot see it without
 // waiting.
 //
-// exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L,
-// taken first: the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the
-// maximum and imprecise does not count. Sums are in an order that the launch fixes.
+// exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L:
+// the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the maximum and
+// imprecise does not count. Where a cluster takes a row the difference is logit log2 e - m' or - L' in one
+// rounding, with m' = m log2 e and L' = m' + log2 of the sum relative to it: what m' is rounded by is in
+// the sum as well. Sums are in an order that the launch fixes.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -178,7 +180,16 @@ __device__ __forceinline__ void store_quad_once(const float (&value)[kQuad], Bf1
   __stcs(reinterpret_cast<uint2*>(place), bits);
 }
 
-/// A maximum and the sum of exp relative to it.
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+/// 2^(x log2 e - reference): one rounding before the approximation's.
+__device__ __forceinline__ float exponential_below(float x, float scaled_reference) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, kLog2E, -scaled_reference)));
+  return e;
+}
+
+/// A maximum, times log2 e, and the sum of exponentials relative to it.
 struct Part {
   float most;
   float total;
@@ -192,12 +203,31 @@ __device__ __forceinline__ Part combined(Part part) {
     most = fmaxf(most, __shfl_xor_sync(kWholeWarp, most, lanes));
   }
   // What has no elements has most = -infinity and a sum of zeros.
-  float total = part.total * (part.most == -INFINITY ? 1.0f : exponential(part.most - most));
+  float factor = 1.0f;
+  if (part.most != -INFINITY) {
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(part.most - most));
+  }
+  float total = part.total * factor;
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
     total += __shfl_xor_sync(kWholeWarp, total, lanes);
   }
   return {most, total};
+}
+
+/// Calls visit(i, quads[i]) for the thread's vectors of a block's `count`; kBatch are read at once.
+constexpr int kBatch = 4;
+template <typename Visit>
+__device__ __forceinline__ void for_each_quad(const float4* quads, int count, Visit visit) {
+  int i = static_cast<int>(threadIdx.x);
+  for (; i + (kBatch - 1) * kClusterThreads < count; i += kBatch * kClusterThreads) {
+    float4 x[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) x[k] = quads[i + k * kClusterThreads];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) visit(i + k * kClusterThreads, x[k]);
+  }
+  for (; i < count; i += kClusterThreads) visit(i, quads[i]);
 }
 
 /// width: a multiple of kQuad, as are all rows' alignments. dlogits may be null.
@@ -240,16 +270,15 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
 
   // A thread reads only what it copied itself.
   Part part{-INFINITY, 0.0f};
-  for (int i = thread; i < count; i += kClusterThreads) {
-    const float4 x = quads[i];
+  for_each_quad(quads, count, [&](int, const float4& x) {
     part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-  }
+  });
+  part.most *= kLog2E;
   const float base = reference(part.most);
-  for (int i = thread; i < count; i += kClusterThreads) {
-    const float4 x = quads[i];
-    part.total += (exponential(x.x - base) + exponential(x.y - base)) +
-                  (exponential(x.z - base) + exponential(x.w - base));
-  }
+  for_each_quad(quads, count, [&](int, const float4& x) {
+    part.total += (exponential_below(x.x, base) + exponential_below(x.y, base)) +
+                  (exponential_below(x.z, base) + exponential_below(x.w, base));
+  });
   part = combined<kWarp>(part);
   if (lane == 0) warp_parts[warp] = part;
   __syncthreads();
@@ -260,21 +289,22 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
   cluster.sync();
   part = combined<kClusterBlocks>(*cluster.map_shared_rank(&block_part, lane % kClusterBlocks));
   cluster.barrier_arrive();  // this block has read the others' parts
-  const float log_sum_exp = part.most + logf(part.total);
-  if (rank == 0 && thread == 0) token_loss[row] = weight * (log_sum_exp - of_target);
+  const float scaled = part.most + log2f(part.total);
+  if (rank == 0 && thread == 0) {
+    token_loss[row] = weight * (part.most * kLn2 + logf(part.total) - of_target);
+  }
   if (out != nullptr) {
     const int quad_of_target = target / kQuad - first;
-    for (int i = thread; i < count; i += kClusterThreads) {
-      const float4 x = quads[i];
+    for_each_quad(quads, count, [&](int i, const float4& x) {
       float gradient[kQuad] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int k = 0; k < kQuad; ++k) gradient[k] = weight * exponential(gradient[k] - log_sum_exp);
+      for (int k = 0; k < kQuad; ++k) gradient[k] = weight * exponential_below(gradient[k], scaled);
       if (i == quad_of_target) {
 #pragma unroll
         for (int k = 0; k < kQuad; ++k) gradient[k] -= k == target % kQuad ? weight : 0.0f;
       }
       store_quad_once(gradient, out + i * kQuad);
-    }
+    });
   }
   cluster.barrier_wait();  // a block's shared memory ends with it
 #endif

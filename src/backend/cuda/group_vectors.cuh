@@ -80,7 +80,9 @@ __device__ __forceinline__ bool any_holds(const Group& group, int chunk) {
 /// warp call the members together.
 struct WholeNf4Group {
   std::uint32_t codes[kChunks];
-  float scale;
+  std::uint8_t block_scale;
+  Bf16 super;
+  float scale;  // of both, once resolve is called: then all that is loaded must have come
 
   __device__ __forceinline__ void load(const Group& group) {
     const auto* const words = reinterpret_cast<const std::uint32_t*>(group.codes);
@@ -89,10 +91,20 @@ struct WholeNf4Group {
       codes[chunk] = holds(group, chunk) ? words[chunk * kWarp + lane_index()] : 0;
     }
     const bool has_block = lane_index() * 32 < group.count;
-    scale = two_level_scale(
-        has_block ? reinterpret_cast<const std::uint8_t*>(group.scales)[lane_index()] : std::uint8_t{0},
-        *group.super);
+    block_scale =
+        has_block ? reinterpret_cast<const std::uint8_t*>(group.scales)[lane_index()] : std::uint8_t{0};
+    super = *group.super;
+    resolve();
   }
+  /// Of a whole group by its place (WholeGroups) in a tensor: `element` is its first. Without resolve.
+  __device__ __forceinline__ void load(const QuantView& view, std::int64_t element) {
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(view.codes) + (element >> 3);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) codes[chunk] = words[chunk * kWarp + lane_index()];
+    block_scale = reinterpret_cast<const std::uint8_t*>(view.scales)[(element >> 5) + lane_index()];
+    super = reinterpret_cast<const Bf16*>(view.super)[element / kSuperBlock];
+  }
+  __device__ __forceinline__ void resolve() { scale = two_level_scale(block_scale, super); }
   /// level: group_detail::level_of_lane<Code::kNf4>().
   __device__ __forceinline__ void decode(int chunk, float level, float (&x)[kVector]) const {
     constexpr int kBlocksPerChunk = kWarp * kVector / 32, kLanesPerBlock = 32 / kVector;
@@ -123,6 +135,9 @@ template <>
 struct PackedVector<float> {
   float elements[kVector];
 };
+__device__ __forceinline__ PackedVector<Bf16> packed_of(uint4 bits) {
+  return {{bits.x, bits.y, bits.z, bits.w}};
+}
 /// One lane's share of a group.
 template <typename Storage>
 using PackedGroup = PackedVector<Storage>[kChunks];
