@@ -26,7 +26,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerMultiprocessor = 12;
 constexpr int kResidentBlocks = 3;  // 80 registers: nothing spills
-constexpr int kFlatBlocks = 4;      // 64
+constexpr int kFlatThreads = 1024;  // one block per multiprocessor, 64
+constexpr int kFlatWarps = kFlatThreads / kWarp;
 
 // The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
 // of {.1, .55, 1}.
@@ -475,9 +476,9 @@ __device__ __forceinline__ void fill_maps(Maps& maps) {
   static_assert(sizeof(EncodeTables) % sizeof(uint4) == 0);
   auto* const to = reinterpret_cast<uint4*>(&maps.entries);
   const auto* const from = reinterpret_cast<const uint4*>(&encode_tables);
-  for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kThreads)
+  for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kFlatThreads)
     to[i] = from[i];
-  for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < 256; i += kFlatThreads) {
     maps.first_level[i] = decode<Code::kDynamic8>(static_cast<std::uint32_t>(i));
     maps.second_level[i] = decode<Code::kDynamic8Unsigned>(static_cast<std::uint32_t>(i));
   }
@@ -533,12 +534,21 @@ struct NextChunk {
   uint4 low[kWarp], high[kWarp];  // of the weights
 };
 
+struct FlatShared {
+  Maps maps;
+  NextChunk next[kFlatWarps];
+  std::uint32_t taken;  // chunks of the block's
+};
+
+// Chunks are dealt to the blocks in turn. A block's warps take the next when they have done one: the
+// multiprocessor prefers some warps to others, and with shares cut beforehand the last would work alone.
 template <typename Held>
-__global__ void __launch_bounds__(kThreads, kFlatBlocks)
+__global__ void __launch_bounds__(kFlatThreads, 1)
     adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
-  __shared__ Maps maps;
-  __shared__ NextChunk next_chunks[kWarps];
-  NextChunk& next = next_chunks[threadIdx.x / kWarp];
+  extern __shared__ __align__(16) std::byte shared_bytes[];
+  FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
+  Maps& maps = shared.maps;
+  NextChunk& next = shared.next[threadIdx.x / kWarp];
   const int lane = lane_index();
   const Scalars& scalars = operands.scalars;
   const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
@@ -566,13 +576,15 @@ __global__ void __launch_bounds__(kThreads, kFlatBlocks)
     if constexpr (Held::kHasHigh) copy_async(Held::high_of(operands, place.element), &next.high[lane]);
     return place;
   };
-  const std::uint32_t step = gridDim.x * kWarps;
-  std::uint32_t chunk = blockIdx.x * kWarps + threadIdx.x / kWarp;
+  const std::uint32_t chunks = (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
+  std::uint32_t number = threadIdx.x / kWarp;
   ChunkCut::Place next_place{};
-  if (chunk < cut.total_chunks) next_place = start(chunk);
+  if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
+  if (threadIdx.x == 0) shared.taken = kFlatWarps;
   fill_maps(maps);
   __syncthreads();
-  for (bool more = chunk < cut.total_chunks; more;) {
+  while (number < chunks) {
+    const std::uint32_t this_chunk = blockIdx.x + number * gridDim.x;
     const ChunkCut::Place place = next_place;
     const std::int64_t vector = place.element / kVector;
     uint2 gradient = make_uint2(0, 0), first = make_uint2(kZeroFirsts, kZeroFirsts),
@@ -585,12 +597,9 @@ __global__ void __launch_bounds__(kThreads, kFlatBlocks)
     }
     const float gradient_scale = next_gradient_scale, first_scale = next_first_scale,
                 second_scale = next_second_scale;
-    const std::uint32_t this_chunk = chunk;
-    more = cut.total_chunks - chunk > step;  // the sum might not fit into 32 bits
-    if (more) {
-      chunk += step;
-      next_place = start(chunk);
-    }
+    if (lane == 0) number = atomicAdd(&shared.taken, 1u);
+    number = __shfl_sync(kWholeWarp, number, 0);
+    if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
 
     float g[kVector], m[kVector], v[kVector];
     group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
@@ -811,9 +820,13 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
     }();
     static_cast<void>(filled);
     const unsigned blocks =
-        grid_blocks((std::int64_t{cut.total_chunks} + kWarps - 1) / kWarps, kFlatBlocks);
+        grid_blocks((std::int64_t{cut.total_chunks} + kFlatWarps - 1) / kFlatWarps, 1);
     for_held(operands, [&]<typename Held>() {
-      adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, cut);
+      constexpr int kBytes = static_cast<int>(sizeof(FlatShared));
+      expect_success(cudaFuncSetAttribute(adamw_flat_kernel<Held>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                     "adamw_update");
+      adamw_flat_kernel<Held><<<blocks, kFlatThreads, kBytes, stream>>>(operands, cut);
     });
   } else if (goes_by_chunk(operands)) {
     const unsigned blocks =
