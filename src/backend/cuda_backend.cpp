@@ -7,6 +7,7 @@
 
 #include "backend/backend.h"
 #include "backend/gpu_requirements.h"
+#include "backend/instruction_meter.h"
 
 namespace agoq {
 namespace {
@@ -30,31 +31,42 @@ std::filesystem::path module_path() {
 #endif
 }
 
-Backend& open() {
+void* open() {
   const std::filesystem::path path = module_path();
   check_input(!path.empty(),
               "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
               "run on the CPU (--set run.device=cpu; eval, generate and bench kernels: --device cpu)");
-  // The module stays open to the end of the process: its backend has static storage.
+  // The module stays open to the end of the process: what it returns has static storage.
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr) {
     const char* const words = dlerror();
     fail_input(
         "{}", module_problem(path.string(), words == nullptr ? "no reason given" : words, loader_finds));
   }
-  using Entry = Backend* (*)();
-  const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));
-  check_input(entry != nullptr,
+  return module;
+}
+
+/// What the module's function `entry` returns.
+template <typename Object>
+Object& from_module(const char* entry) {
+  static void* const module = open();
+  const auto function = reinterpret_cast<Object* (*)()>(dlsym(module, entry));
+  check_input(function != nullptr,
               "{} is not agoq's CUDA backend: build it again (./dev build), or correct AGOQ_CUDA_MODULE",
-              path.string());
-  return *entry();
+              module_path().string());
+  return *function();
 }
 
 }  // namespace
 
 Backend& cuda_backend() {
-  static Backend& backend = open();
+  static Backend& backend = from_module<Backend>("agoq_cuda_backend");
   return backend;
+}
+
+InstructionMeter& cuda_instruction_meter() {
+  static InstructionMeter& meter = from_module<InstructionMeter>("agoq_cuda_instruction_meter");
+  return meter;
 }
 
 Backend& backend_of(BackendKind kind) {

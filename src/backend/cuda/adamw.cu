@@ -433,14 +433,24 @@ __global__ void __launch_bounds__(kThreads) fill_encode_tables_kernel() {
 }
 
 // Shared memory by 32-bit addresses, which a dot product forms from a byte or a half of a word in one
-// instruction.
-__device__ __forceinline__ std::uint32_t shared_address(const void* place) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(place));
-}
+// instruction, and which the compiler does not derive anew where they are used.
 __device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
   std::uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
   return word;
+}
+__device__ __forceinline__ uint2 load_shared_pair(std::uint32_t address) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+  return words;
+}
+__device__ __forceinline__ uint4 load_shared_quad(std::uint32_t address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
 }
 
 /// The code of y >= 0, which is given times kBinned, in byte 2.
@@ -533,7 +543,6 @@ struct NextChunk {
   uint2 gradient[kWarp], first[kWarp], second[kWarp];
   uint4 low[kWarp], high[kWarp];  // of the weights
 };
-
 struct FlatShared {
   Maps maps;
   NextChunk next[kFlatWarps];
@@ -547,8 +556,6 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
   extern __shared__ __align__(16) std::byte shared_bytes[];
   FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
-  Maps& maps = shared.maps;
-  NextChunk& next = shared.next[threadIdx.x / kWarp];
   const int lane = lane_index();
   const Scalars& scalars = operands.scalars;
   const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
@@ -557,47 +564,60 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
   auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
   auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
   auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
-  const std::uint32_t first_levels = shared_address(maps.first_level),
-                      second_levels = shared_address(maps.second_level),
-                      first_entries = shared_address(maps.entries.first),
-                      second_entries = shared_address(maps.entries.second);
+  std::uint32_t base = static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared));
+  std::uint32_t pairs = static_cast<std::uint32_t>(
+      __cvta_generic_to_shared(&shared.next[threadIdx.x / kWarp].gradient[lane]));
+  asm("" : "+r"(base), "+r"(pairs));  // in registers
+  const std::uint32_t first_levels = base + offsetof(FlatShared, maps.first_level),
+                      second_levels = base + offsetof(FlatShared, maps.second_level),
+                      first_entries = base + offsetof(FlatShared, maps.entries.first),
+                      second_entries = base + offsetof(FlatShared, maps.entries.second);
+  const std::uint32_t taken = base + offsetof(FlatShared, taken);
+  const std::uint32_t quads = pairs + static_cast<std::uint32_t>(lane) * 8;
+  constexpr std::uint32_t kFirst = offsetof(NextChunk, first), kSecond = offsetof(NextChunk, second),
+                          kLow = offsetof(NextChunk, low), kHigh = offsetof(NextChunk, high);
   float next_gradient_scale = 0.0f, next_first_scale = 0.0f, next_second_scale = 0.0f;
+  // Lanes behind a segment's end decode what they have, zeros at first, under scales of zero.
   const auto start = [&](std::uint32_t chunk) {
     const ChunkCut::Place place = cut.place(chunk, operands.gradient.block_shift);
+    const std::int64_t vector = place.element / kVector;
     next_first_scale = first_scales[chunk];
     next_second_scale = second_scales[chunk];
-    if (!place.exists) return place;
-    const std::int64_t vector = place.element / kVector;
     next_gradient_scale = gradient_scales[place.block];
-    copy_async(gradients + vector, &next.gradient[lane]);
-    copy_async(firsts + vector, &next.first[lane]);
-    copy_async(seconds + vector, &next.second[lane]);
-    copy_async(Held::low_of(operands, place.element), &next.low[lane]);
-    if constexpr (Held::kHasHigh) copy_async(Held::high_of(operands, place.element), &next.high[lane]);
+    if (!place.exists) return place;  // copies of one vector to many places would wait for one another
+    copy_async<8>(gradients + vector, pairs);
+    copy_async<8>(firsts + vector, pairs + kFirst);
+    copy_async<8>(seconds + vector, pairs + kSecond);
+    copy_async<16>(Held::low_of(operands, place.element), quads + kLow);
+    if constexpr (Held::kHasHigh) copy_async<16>(Held::high_of(operands, place.element), quads + kHigh);
     return place;
   };
   const std::uint32_t chunks = (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
   std::uint32_t number = threadIdx.x / kWarp;
   ChunkCut::Place next_place{};
+  NextChunk& own = shared.next[threadIdx.x / kWarp];
+  own.gradient[lane] = own.first[lane] = own.second[lane] = make_uint2(0, 0);
+  own.low[lane] = own.high[lane] = make_uint4(0, 0, 0, 0);
   if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
   if (threadIdx.x == 0) shared.taken = kFlatWarps;
-  fill_maps(maps);
+  fill_maps(shared.maps);
   __syncthreads();
   while (number < chunks) {
     const std::uint32_t this_chunk = blockIdx.x + number * gridDim.x;
     const ChunkCut::Place place = next_place;
     const std::int64_t vector = place.element / kVector;
-    uint2 gradient = make_uint2(0, 0), first = make_uint2(kZeroFirsts, kZeroFirsts),
-          second = make_uint2(0, 0);
-    float p[kVector] = {};
+    float p[kVector];
     wait_for_copies();
-    if (place.exists) {
-      gradient = next.gradient[lane], first = next.first[lane], second = next.second[lane];
-      Held::join(next.low[lane], Held::kHasHigh ? next.high[lane] : uint4{}, p);
+    const uint2 gradient = load_shared_pair(pairs);
+    uint2 first = load_shared_pair(pairs + kFirst), second = load_shared_pair(pairs + kSecond);
+    Held::join(load_shared_quad(quads + kLow), Held::kHasHigh ? load_shared_quad(quads + kHigh) : uint4{},
+               p);
+    const float gradient_scale = place.exists ? next_gradient_scale : 0.0f,
+                first_scale = place.exists ? next_first_scale : 0.0f,
+                second_scale = place.exists ? next_second_scale : 0.0f;
+    if (lane == 0) {  // atomicAdd, without its search for lanes that add to the same place
+      asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(taken) : "memory");
     }
-    const float gradient_scale = next_gradient_scale, first_scale = next_first_scale,
-                second_scale = next_second_scale;
-    if (lane == 0) number = atomicAdd(&shared.taken, 1u);
     number = __shfl_sync(kWholeWarp, number, 0);
     if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
 
@@ -618,7 +638,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     const float first_absmax =
         __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
     const float second_absmax = __uint_as_float(__reduce_max_sync(kWholeWarp, largest_second));
-    const bool in_range = first_absmax <= kMostPlain && second_absmax <= kMostPlain;  // the whole warp
+    const bool in_range = max(__float_as_uint(first_absmax), __float_as_uint(second_absmax)) <=
+                          __float_as_uint(kMostPlain);  // the whole warp
     // Below 2^-46 of the largest, what is binned might become zero.
     const float least_plain_second = fmaxf(kLeastPlainSecond, second_absmax * 0x1p-46f);
     bool plain = operands.may_be_plain && in_range;
@@ -659,7 +680,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     }
     if (place.exists) Held::store(operands, place.element, true, kVector, p);
     if (!in_range) {
-      const int begin = lane * kVector;  // of the lane's vector, in the block
+      const int begin = place.exists ? lane * kVector : 0;  // of the vector at `place`, in the block
       const auto encode_with_care = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
         Group group{};  // the block alone
         group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + (place.element - begin);
@@ -673,8 +694,9 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
       encode_with_care.template operator()<Code::kDynamic8Unsigned>(operands.second, v);
       continue;
     }
-    const float new_first_scale = stored_scale_fp32(first_absmax, 1.0f),
-                new_second_scale = stored_scale_fp32(second_absmax, 1.0f);
+    // stored_scale_fp32 of numbers that are not negative and in range.
+    const float new_first_scale = first_absmax < kSmallestScale ? 0.0f : first_absmax,
+                new_second_scale = second_absmax < kSmallestScale ? 0.0f : second_absmax;
     first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
     second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
     if (place.exists) firsts[vector] = first, seconds[vector] = second;

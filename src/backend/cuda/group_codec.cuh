@@ -1126,7 +1126,7 @@ struct ChunkCut {
   std::uint32_t total_chunks;    // of the tensor
   std::uint32_t per_chunks;      // 2^32 / chunks, rounded down
 
-  /// Where a lane's vector lies.
+  /// Where a lane's vector lies; that of lane 0 where it would lie behind the segment's end.
   struct Place {
     std::int64_t element;      // of the vector's first, in the tensor
     std::int64_t block;        // number, in the tensor, of the block that it is part of
@@ -1137,10 +1137,11 @@ struct ChunkCut {
     std::uint32_t segment = __umulhi(chunk, per_chunks);  // the quotient, or one less
     std::uint32_t left = chunk - segment * chunks;
     if (left >= chunks) ++segment, left -= chunks;
-    const std::uint32_t in_segment = left * kElements + threadIdx.x % kWarp * kVector;
+    std::uint32_t in_segment = left * kElements + threadIdx.x % kWarp * kVector;
+    const bool exists = in_segment < segment_length;
+    if (!exists) in_segment = left * kElements;
     return {std::int64_t{segment} * segment_length + in_segment,
-            std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment,
-            in_segment < segment_length};
+            std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment, exists};
   }
 };
 

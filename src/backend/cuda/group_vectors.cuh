@@ -76,6 +76,43 @@ __device__ __forceinline__ bool any_holds(const Group& group, int chunk) {
   return chunk * kWarp * kVector < group.count;
 }
 
+/// How a tensor of whole nf4 blocks (has_whole_nf4_blocks) is cut into groups. Its planes have no gaps:
+/// with the number of a group and of its first element, in the tensor, goes where its codes and scales
+/// lie.
+struct WholeGroups {
+  std::int64_t segment_length;
+  std::uint32_t per_segment;  // groups
+  std::uint32_t reciprocal;   // 2^32 / per_segment, rounded down
+  std::uint32_t count;        // groups of the tensor
+
+  struct Place {
+    std::uint32_t group;
+    std::int64_t element;
+    int count;
+  };
+  __device__ __forceinline__ Place place(std::uint32_t group) const {
+    std::uint32_t segment = __umulhi(group, reciprocal);  // the quotient, or one less
+    std::uint32_t left = group - segment * per_segment;
+    if (left >= per_segment) ++segment, left -= per_segment;
+    const std::int64_t begin = std::int64_t{left} * kSuperBlock;
+    const std::int64_t behind = segment_length - begin;
+    return {group, segment * segment_length + begin,
+            static_cast<int>(behind < kSuperBlock ? behind : kSuperBlock)};
+  }
+};
+/// 2^32 / divisor, rounded down, as far as it fits: what a division by a multiplication needs.
+inline std::uint32_t reciprocal_of(std::uint32_t divisor) {
+  return static_cast<std::uint32_t>(
+      std::min((std::uint64_t{1} << 32) / divisor, std::uint64_t{0xFFFFFFFF}));
+}
+/// Where all groups are whole, segments do not matter.
+inline WholeGroups whole_groups(const QuantView& view) {
+  const bool all = view.segment_length % kSuperBlock == 0;
+  const std::uint32_t per_segment = all ? 1 : view.groups_per_segment;
+  return {all ? kSuperBlock : view.segment_length, per_segment, reciprocal_of(per_segment),
+          view.groups};
+}
+
 /// A lane's share of such a group as it is stored; lane l holds the scale of block l. All lanes of the
 /// warp call the members together.
 struct WholeNf4Group {
@@ -96,7 +133,19 @@ struct WholeNf4Group {
     super = *group.super;
     resolve();
   }
-  /// Of a whole group by its place (WholeGroups) in a tensor: `element` is its first. Without resolve.
+  /// By the group's place in a tensor of whole blocks. Without resolve.
+  __device__ __forceinline__ void load(const QuantView& view, const WholeGroups::Place& place) {
+    const auto* const words = reinterpret_cast<const std::uint32_t*>(view.codes) + (place.element >> 3);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const bool held = (chunk * kWarp + lane_index()) * kVector < place.count;
+      codes[chunk] = held ? words[chunk * kWarp + lane_index()] : 0;
+    }
+    const auto* const scales = reinterpret_cast<const std::uint8_t*>(view.scales) + (place.element >> 5);
+    block_scale = lane_index() * 32 < place.count ? scales[lane_index()] : std::uint8_t{0};
+    super = reinterpret_cast<const Bf16*>(view.super)[place.group];
+  }
+  /// Of a whole group, where all are: `element` is its first. Without resolve.
   __device__ __forceinline__ void load(const QuantView& view, std::int64_t element) {
     const auto* const words = reinterpret_cast<const std::uint32_t*>(view.codes) + (element >> 3);
 #pragma unroll
@@ -223,43 +272,6 @@ __device__ __forceinline__ void load_packed_group(const Group& group, const Stor
       load_packed(from, count, to[chunk]);
     }
   }
-}
-
-/// How a tensor of whole nf4 blocks (has_whole_nf4_blocks) is cut into groups. Its planes have no gaps:
-/// with the number of a group and of its first element, in the tensor, goes where its codes and scales
-/// lie.
-struct WholeGroups {
-  std::int64_t segment_length;
-  std::uint32_t per_segment;  // groups
-  std::uint32_t reciprocal;   // 2^32 / per_segment, rounded down
-  std::uint32_t count;        // groups of the tensor
-
-  struct Place {
-    std::uint32_t group;
-    std::int64_t element;
-    int count;
-  };
-  __device__ __forceinline__ Place place(std::uint32_t group) const {
-    std::uint32_t segment = __umulhi(group, reciprocal);  // the quotient, or one less
-    std::uint32_t left = group - segment * per_segment;
-    if (left >= per_segment) ++segment, left -= per_segment;
-    const std::int64_t begin = std::int64_t{left} * kSuperBlock;
-    const std::int64_t behind = segment_length - begin;
-    return {group, segment * segment_length + begin,
-            static_cast<int>(behind < kSuperBlock ? behind : kSuperBlock)};
-  }
-};
-/// 2^32 / divisor, rounded down, as far as it fits: what a division by a multiplication needs.
-inline std::uint32_t reciprocal_of(std::uint32_t divisor) {
-  return static_cast<std::uint32_t>(
-      std::min((std::uint64_t{1} << 32) / divisor, std::uint64_t{0xFFFFFFFF}));
-}
-/// Where all groups are whole, segments do not matter.
-inline WholeGroups whole_groups(const QuantView& view) {
-  const bool all = view.segment_length % kSuperBlock == 0;
-  const std::uint32_t per_segment = all ? 1 : view.groups_per_segment;
-  return {all ? kSuperBlock : view.segment_length, per_segment, reciprocal_of(per_segment),
-          view.groups};
 }
 
 /// The larger magnitudes of two pairs of BF16 numbers, with signs of no account; NaN where one is.

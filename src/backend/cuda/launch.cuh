@@ -77,16 +77,13 @@ bool vector_aligned(const void* data, std::int64_t piece) {
          piece * static_cast<std::int64_t>(sizeof(Storage)) % 16 == 0 && piece % kVector == 0;
 }
 
-/// Copies to shared memory; arrived after wait_for_copies by the same thread.
-template <typename Value>
-__device__ __forceinline__ void copy_async(const Value* from, Value* to) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(sizeof(Value))
-               : "memory");
+/// Copies kBytes to shared memory, by its 32-bit address; arrived after wait_for_copies by the same thread.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(const void* from, std::uint32_t to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
 __device__ __forceinline__ void copy_async(const Bf16* from, uint4* to) {
-  copy_async(reinterpret_cast<const uint4*>(from), to);
+  copy_async<16>(from, static_cast<std::uint32_t>(__cvta_generic_to_shared(to)));
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -32,7 +32,8 @@ constexpr int kMaxGroups = kThreads / kWarp;  // of a row that a team holds in r
 // workspace is planned without a GPU, so this is a constant.
 constexpr int kBackwardBlocksPerMultiprocessor = 2;
 constexpr std::int64_t kMaxPartials = 320;
-constexpr int kSumThreads = 512;
+constexpr int kSavedResidentBlocks = 3;  // of kThreads; 80 registers, which hold the weights
+constexpr int kSumThreads = 1024;
 
 /// The rows of a launch and how blocks share them.
 struct NormRows {
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
 /// y = norm(what the packed tensor decodes to) for RMSNorm where has_whole_nf4_groups and everything is
 /// aligned. A block takes every gridDim-th row: the packed elements of the next are on their way while it
 /// computes one, and the weights stay in registers.
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kSavedResidentBlocks)
     whole_forward_saved_kernel(NormRows shape, QuantView view, const Bf16* weight, Bf16* y) {
   // Two sets, used in turn: as in backward_kernel.
   __shared__ float slots[2][kMaxGroups];
@@ -608,7 +609,7 @@ void launch_forward(const Context& context, const NormRows& shape, const QuantVi
       if constexpr (kInput == Input::kSave) {
         return launch(forward_kernel<Storage, kInput, code, true>, one_team);
       } else {
-        const int resident = 3 * kThreads / static_cast<int>(one_team.threads());
+        const int resident = kSavedResidentBlocks * kThreads / static_cast<int>(one_team.threads());
         whole_forward_saved_kernel<<<grid_blocks(shape.rows, resident), one_team.threads(), 0,
                                      stream_of(context.stream)>>>(one_team, view, weight.as<Bf16>(),
                                                                   y.as<Bf16>());
