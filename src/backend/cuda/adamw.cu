@@ -479,7 +479,8 @@ constexpr std::uint32_t kZeroFirsts = 0x7F7F7F7Fu;  // dynamic8's codes of zero
 
 struct Maps {
   EncodeTables entries;
-  float first_level[256], second_level[256];
+  // Once for each lane, so that each reads a bank of its own.
+  float first_level[256][kWarp], second_level[256][kWarp];
 };
 
 __device__ __forceinline__ void fill_maps(Maps& maps) {
@@ -488,18 +489,20 @@ __device__ __forceinline__ void fill_maps(Maps& maps) {
   const auto* const from = reinterpret_cast<const uint4*>(&encode_tables);
   for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kFlatThreads)
     to[i] = from[i];
-  for (int i = static_cast<int>(threadIdx.x); i < 256; i += kFlatThreads) {
-    maps.first_level[i] = decode<Code::kDynamic8>(static_cast<std::uint32_t>(i));
-    maps.second_level[i] = decode<Code::kDynamic8Unsigned>(static_cast<std::uint32_t>(i));
+  for (int code = static_cast<int>(threadIdx.x) / kWarp; code < 256; code += kFlatWarps) {
+    const auto bits = static_cast<std::uint32_t>(code);
+    maps.first_level[code][lane_index()] = decode<Code::kDynamic8>(bits);
+    maps.second_level[code][lane_index()] = decode<Code::kDynamic8Unsigned>(bits);
   }
 }
 
-/// level: the shared address of the 256 levels.
+/// level: the shared address of the lane's 256 levels.
 __device__ __forceinline__ void decode_by(std::uint32_t level, uint2 codes, float scale,
                                           float (&x)[kVector]) {
+  constexpr std::uint32_t kStride = kWarp * sizeof(float);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const std::uint32_t address = __dp4a(i < 4 ? codes.x : codes.y, 4u << (8 * (i % 4)), level);
+    const std::uint32_t address = __dp4a(i < 4 ? codes.x : codes.y, kStride << (8 * (i % 4)), level);
     x[i] = __uint_as_float(load_shared(address)) * scale;
   }
 }
@@ -568,8 +571,9 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
   std::uint32_t pairs = static_cast<std::uint32_t>(
       __cvta_generic_to_shared(&shared.next[threadIdx.x / kWarp].gradient[lane]));
   asm("" : "+r"(base), "+r"(pairs));  // in registers
-  const std::uint32_t first_levels = base + offsetof(FlatShared, maps.first_level),
-                      second_levels = base + offsetof(FlatShared, maps.second_level),
+  const std::uint32_t own_bank = base + static_cast<std::uint32_t>(lane) * 4;
+  const std::uint32_t first_levels = own_bank + offsetof(FlatShared, maps.first_level),
+                      second_levels = own_bank + offsetof(FlatShared, maps.second_level),
                       first_entries = base + offsetof(FlatShared, maps.entries.first),
                       second_entries = base + offsetof(FlatShared, maps.entries.second);
   const std::uint32_t taken = base + offsetof(FlatShared, taken);
