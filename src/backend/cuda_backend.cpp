@@ -3,6 +3,7 @@
 
 #include "backend/backend.h"
 #include "backend/gpu_requirements.h"
+#include "backend/instruction_meter.h"
 #include "core/module.h"
 
 namespace agoq {
@@ -14,30 +15,45 @@ constexpr const char* kBuiltModule = AGOQ_CUDA_MODULE;
 constexpr const char* kBuiltModule = "";
 #endif
 
-Backend& open() {
-  const std::string path = module_path("libagoq_cuda.so", "AGOQ_CUDA_MODULE", kBuiltModule);
+std::string path_of_module() {
+  return module_path("libagoq_cuda.so", "AGOQ_CUDA_MODULE", kBuiltModule);
+}
+
+void* open() {
+  const std::string path = path_of_module();
   check_input(!path.empty(),
               "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
               "run on the CPU (--set run.device=cpu; eval, generate and bench kernels: --device cpu)");
-  // The module stays open to the end of the process: its backend has static storage.
+  // The module stays open to the end of the process: what it returns has static storage.
   void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr) {
     const char* const words = dlerror();
     fail_input("{}", module_problem(path, words == nullptr ? "no reason given" : words, loader_finds));
   }
-  using Entry = Backend* (*)();
-  const auto entry = reinterpret_cast<Entry>(dlsym(module, "agoq_cuda_backend"));
-  check_input(entry != nullptr,
+  return module;
+}
+
+/// What the module's function `entry` returns.
+template <typename Object>
+Object& from_module(const char* entry) {
+  static void* const module = open();
+  const auto function = reinterpret_cast<Object* (*)()>(dlsym(module, entry));
+  check_input(function != nullptr,
               "{} is not agoq's CUDA backend: build it again (./dev build), or correct AGOQ_CUDA_MODULE",
-              path);
-  return *entry();
+              path_of_module());
+  return *function();
 }
 
 }  // namespace
 
 Backend& cuda_backend() {
-  static Backend& backend = open();
+  static Backend& backend = from_module<Backend>("agoq_cuda_backend");
   return backend;
+}
+
+InstructionMeter& cuda_instruction_meter() {
+  static InstructionMeter& meter = from_module<InstructionMeter>("agoq_cuda_instruction_meter");
+  return meter;
 }
 
 Backend& backend_of(BackendKind kind) {

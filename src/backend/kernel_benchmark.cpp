@@ -15,6 +15,7 @@ constexpr double kTimedSeconds = 0.02;  // per timing, so that gaps between laun
 constexpr std::int64_t kMaxRounds = 64;
 constexpr std::int64_t kDrawnElements = std::int64_t{1} << 22;
 constexpr double kEpsilon = 1e-5;
+constexpr int kCountedCapability = 90;  // the GPUs whose instructions instruction_counts.h counts
 
 /// One set of operands of an operation, and the operation on it.
 struct Case {
@@ -27,8 +28,15 @@ std::int64_t bytes_of(const QuantTensor& tensor) { return payload_bytes(tensor.f
 
 class KernelBenchmark {
  public:
-  KernelBenchmark(const Context& context, Arena& memory, const KernelSizes& sizes, int repeats)
-      : context_(context), backend_(context.backend), memory_(memory), sizes_(sizes), repeats_(repeats) {
+  KernelBenchmark(const Context& context, Arena& memory, const KernelSizes& sizes, int repeats,
+                  InstructionMeter* meter, const std::string& only)
+      : context_(context),
+        backend_(context.backend),
+        memory_(memory),
+        sizes_(sizes),
+        repeats_(repeats),
+        meter_(meter),
+        only_(only) {
     drawn_ = memory.take(kFp32, Shape{std::max({kDrawnElements, sizes.vocabulary, sizes.hidden,
                                                 2 * sizes.feed_forward, sizes.attention.qkv_width()})});
     backend_.fill_normal(context_, RandomKey{.seed = 5}.with(RandomPurpose::kTest, 0), 1.0, drawn_);
@@ -102,6 +110,7 @@ class KernelBenchmark {
   // --- measuring ---
 
   void measure(const std::string& name, const std::string& operands, const std::function<Case()>& make) {
+    if (!only_.empty() && name != only_ && name != "copy") return;
     const Arena::Scope scope(memory_);
     std::vector<Case> sets{make()};
     const std::int64_t bytes = sets[0].bytes;
@@ -116,21 +125,33 @@ class KernelBenchmark {
       });
       return seconds / static_cast<double>(rounds * wanted);
     };
-    double seconds = 0;
+    double seconds = 0, clock = 0;
     if (context_.workspace.is_measuring()) {
       seconds_of(1);  // takes the workspace
     } else {
+      const bool profiled = meter_ != nullptr && name == only_;
+      if (profiled) {
+        seconds_of(1);  // what is done once a process is not profiled
+        meter_->begin_profile();
+      }
       seconds_of(1);
+      if (profiled) meter_->end_profile();
       const double once = std::max(seconds_of(1), 1e-7) * static_cast<double>(wanted);
       const std::int64_t rounds =
           std::clamp<std::int64_t>(std::llround(kTimedSeconds / once), 1, kMaxRounds);
       std::vector<double> timings;
       timings.reserve(static_cast<std::size_t>(repeats_));
+      if (meter_ != nullptr) meter_->start(context_.stream);
       for (int i = 0; i < repeats_; ++i) timings.push_back(seconds_of(rounds));
+      if (meter_ != nullptr) clock = meter_->stop(context_.stream);
       std::nth_element(timings.begin(), timings.begin() + repeats_ / 2, timings.end());
       seconds = timings[static_cast<std::size_t>(repeats_ / 2)];
     }
-    times_.push_back({name, operands, bytes, seconds});
+    KernelTime time{name, operands, bytes, wanted, seconds, clock, {}};
+    if (clock > 0 && meter_->capability() == kCountedCapability) {
+      time.instructions = instruction_bound(name, bytes, meter_->multiprocessors(), clock);
+    }
+    times_.push_back(std::move(time));
   }
 
   std::string matrix(std::int64_t rows, std::int64_t width) const {
@@ -357,6 +378,8 @@ class KernelBenchmark {
   Arena& memory_;
   const KernelSizes sizes_;
   const int repeats_;
+  InstructionMeter* const meter_;
+  const std::string only_;
   const QuantFormat activation_ = parse_format("agoq"), gradient_ = parse_format("e4m3/128/fp32");
   Tensor drawn_;  // fp32, flat: the random numbers that operands are made of
   std::uint32_t draws_ = 0;
@@ -365,15 +388,24 @@ class KernelBenchmark {
 
 }  // namespace
 
-std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats) {
+double bound_seconds(const KernelTime& kernel, const KernelTime& copy) {
+  const double copying = static_cast<double>(kernel.bytes) / copy.bytes_per_second();
+  return kernel.instructions ? std::max(copying, kernel.instructions->seconds) : copying;
+}
+
+std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats,
+                                        InstructionMeter* meter, const std::string& only) {
   check_input(sizes.tokens > 0, "{} tokens leave nothing to time: give at least one", sizes.tokens);
   // The same code on arenas that only measure says how much memory it takes.
   Arena memory = Arena::measuring("benchmark tensors"), workspace = Arena::measuring("workspace");
-  KernelBenchmark({backend, {}, workspace, {}}, memory, sizes, repeats).run();
+  const auto counted =
+      KernelBenchmark({backend, {}, workspace, {}}, memory, sizes, repeats, nullptr, only).run();
+  check_input(only.empty() || counted.size() == 2 || only == "copy",
+              "there is no operation '{}' to measure: 'agoq bench kernels' prints their names", only);
   Arena real_memory("benchmark tensors", backend.allocator(), memory.high_water());
   Arena real_workspace("workspace", backend.allocator(), workspace.high_water());
   const Context context{backend, {}, real_workspace, {}};
-  return KernelBenchmark(context, real_memory, sizes, repeats).run();
+  return KernelBenchmark(context, real_memory, sizes, repeats, meter, only).run();
 }
 
 }  // namespace agoq

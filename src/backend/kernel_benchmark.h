@@ -1,4 +1,5 @@
-// How fast the memory-bound operations are, against a plain copy on the same device.
+// How fast the memory-bound operations are, against a plain copy on the same device and, on a GPU whose
+// instructions are counted (instruction_counts.h), against what its multiprocessors can issue.
 //
 // Sizes are those of a LLaMA3-8B layer. `bytes` counts each byte of an operation's operands once per
 // read and once per write, computed from their sizes: traffic beyond that counts against the operation.
@@ -7,10 +8,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/instruction_counts.h"
+#include "backend/instruction_meter.h"
 
 namespace agoq {
 
@@ -32,12 +36,23 @@ struct KernelTime {
   std::string name;
   std::string operands;  // for people: "x [16384, 4096] bf16, saved nf4/32/two-level"
   std::int64_t bytes = 0;
+  std::int64_t sets = 0;  // of operands, which calls take in turn
   double seconds = 0;
+  double clock = 0;  // cycles per second of a multiprocessor meanwhile; 0 where it is not known
+  std::optional<InstructionBound> instructions;  // at that clock
+
   double bytes_per_second() const { return static_cast<double>(bytes) / seconds; }
 };
 
+/// The time below which an operation cannot be: that of its bytes at the speed of `copy`, or that of its
+/// instructions if it is longer.
+double bound_seconds(const KernelTime& kernel, const KernelTime& copy);
+
 /// Times of all operations; the first is the plain copy. Each is the median of `repeats` timings after a
 /// warm-up. Memory is taken from the backend's allocator, as much as the largest operation needs.
-std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats = 9);
+/// meter: of the backend's GPU, or null. `only`: the name of an operation, measured alone beside the copy;
+/// a profiler sees one call of each set of its operands.
+std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats = 9,
+                                        InstructionMeter* meter = nullptr, const std::string& only = "");
 
 }  // namespace agoq

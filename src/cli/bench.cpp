@@ -39,6 +39,7 @@ struct BenchArguments {
   std::vector<std::string> what;  // "kernels", "comm", or "step" and a configuration
   std::string device = "cpu";
   std::vector<std::string> settings;
+  std::string operation;
   std::int64_t tokens = 0;
   std::int64_t steps = 10;
   std::int64_t warmup = 3;
@@ -55,6 +56,13 @@ double share_of_copy(const KernelTime& kernel, const KernelTime& copy) {
   return kernel.bytes_per_second() / copy.bytes_per_second();
 }
 
+/// What bounds the operation: "copy", or what its instructions are bound by.
+std::string bound_by(const KernelTime& kernel, const KernelTime& copy) {
+  const bool instructions =
+      kernel.instructions && kernel.instructions->seconds >= bound_seconds(kernel, copy);
+  return instructions ? std::string(kernel.instructions->by) : "copy";
+}
+
 void print_table(const Backend& backend, const KernelSizes& sizes,
                  const std::vector<KernelTime>& times) {
   Table table({{"operation"},
@@ -62,17 +70,29 @@ void print_table(const Backend& backend, const KernelSizes& sizes,
                {"us", Align::kRight},
                {"GB/s", Align::kRight},
                {"of copy", Align::kRight},
+               {"GHz", Align::kRight},
+               {"instr. us", Align::kRight},
+               {"bound by", Align::kRight},
+               {"of bound", Align::kRight},
                {"operands"}});
+  const KernelTime& copy = times.front();
+  bool counted = false;
   for (const KernelTime& kernel : times) {
-    table.add_row({kernel.name, format_bytes(kernel.bytes), fmt::format("{:.1f}", 1e6 * kernel.seconds),
-                   fmt::format("{:.1f}", 1e-9 * kernel.bytes_per_second()),
-                   fmt::format("{:.1f} %", 100 * share_of_copy(kernel, times.front())),
-                   kernel.operands});
+    counted = counted || kernel.instructions;
+    table.add_row(
+        {kernel.name, format_bytes(kernel.bytes), fmt::format("{:.1f}", 1e6 * kernel.seconds),
+         fmt::format("{:.1f}", 1e-9 * kernel.bytes_per_second()),
+         fmt::format("{:.1f} %", 100 * share_of_copy(kernel, copy)),
+         kernel.clock > 0 ? fmt::format("{:.2f}", 1e-9 * kernel.clock) : "",
+         kernel.instructions ? fmt::format("{:.1f}", 1e6 * kernel.instructions->seconds) : "",
+         bound_by(kernel, copy),
+         fmt::format("{:.1f} %", 100 * bound_seconds(kernel, copy) / kernel.seconds), kernel.operands});
   }
   fmt::print(
       "{}\n{}, {} tokens, sizes of LLaMA3-8B. Each byte is counted once per read and once per write;\n"
-      "times are medians. The copy is the ceiling.\n",
-      table.to_string(), backend.description(), format_count(sizes.tokens));
+      "times are medians. The copy is the ceiling{}.\n",
+      table.to_string(), backend.description(), format_count(sizes.tokens),
+      counted ? ", and what the multiprocessors need for the instructions at the clock they ran at" : "");
 }
 
 void print_json(const Backend& backend, const KernelSizes& sizes, const std::vector<KernelTime>& times) {
@@ -85,6 +105,14 @@ void print_json(const Backend& backend, const KernelSizes& sizes, const std::vec
     entry["seconds"] = kernel.seconds;
     entry["bytes_per_second"] = kernel.bytes_per_second();
     entry["share_of_copy"] = share_of_copy(kernel, times.front());
+    if (kernel.clock > 0) entry["clock"] = kernel.clock;
+    if (kernel.instructions) {
+      entry["instruction_seconds"] = kernel.instructions->seconds;
+      entry["instructions_bound_by"] = kernel.instructions->by;
+    }
+    entry["bound_by"] = bound_by(kernel, times.front());
+    entry["share_of_bound"] = bound_seconds(kernel, times.front()) / kernel.seconds;
+    entry["operand_sets"] = kernel.sets;
     list.push_back(std::move(entry));
   }
   nlohmann::ordered_json json;
@@ -105,7 +133,9 @@ void bench_kernels(const BenchArguments& arguments) {
   sizes.tokens = arguments.tokens != 0 ? arguments.tokens : cuda ? kDeviceTokens : kHostTokens;
   // With few tokens the embedding's rows would take most of the time to draw and are not touched.
   sizes.vocabulary = std::min(sizes.vocabulary, 8 * sizes.tokens);
-  const std::vector<KernelTime> times = measure_kernels(backend, sizes);
+  constexpr int kRepeats = 9;
+  const std::vector<KernelTime> times = measure_kernels(
+      backend, sizes, kRepeats, cuda ? &cuda_instruction_meter() : nullptr, arguments.operation);
   if (arguments.json) {
     print_json(backend, sizes, times);
   } else {
@@ -300,6 +330,7 @@ Action declare_bench(Arguments& arguments) {
       "LLaMA3-8B; step CONFIG: training steps on random tokens; comm: gradients reduced "
       "over the ranks that a launcher has started");
   arguments.option("--device", "DEVICE", given->device, "kernels, comm: cpu or cuda");
+  arguments.option("--operation", "NAME", given->operation, "kernels: this one alone, beside the copy");
   arguments.option("--tokens", "N", given->tokens, "kernels: tokens; 0: 16,384 on cuda, 256 on cpu");
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
   arguments.option("--steps", "N", given->steps, "step: steps that are timed");

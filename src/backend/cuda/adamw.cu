@@ -26,7 +26,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerMultiprocessor = 12;
 constexpr int kResidentBlocks = 3;  // 80 registers: nothing spills
-constexpr int kFlatBlocks = 4;      // 64
+constexpr int kFlatThreads = 1024;  // one block per multiprocessor, 64
+constexpr int kFlatWarps = kFlatThreads / kWarp;
 
 // The smallest non-zero level of the unsigned dynamic map: 10^-6 times the first of the two midpoints
 // of {.1, .55, 1}.
@@ -81,16 +82,24 @@ __device__ __forceinline__ void update(const Scalars& s, float gradient, float& 
 // The root and the quotient of IEEE take a long path for zeros and near the ends of the range of
 // exponents. Zeros are common (rows of tokens that never came), the rest is not: a vector is plain if
 // its moments are zero or within these bounds, and `direction` of it is the same bits without branches.
-// With epsilon and the correction within theirs the divisor is in [2^-60, 2^61), so nothing on the way
+// With epsilon and the correction within theirs the divisor is in [2^-60, 2^31), so nothing on the way
 // is subnormal or overflows.
-constexpr float kLeastPlainFirst = 0x1p-50f, kMostPlainFirst = 0x1p60f;
-constexpr float kLeastPlainSecond = 0x1p-100f, kMostPlainSecond = 0x1p80f;
+constexpr float kLeastPlainFirst = 0x1p-90f, kLeastPlainSecond = 0x1p-100f, kMostPlain = 0x1p20f;
 constexpr float kLeastEpsilon = 0x1p-60f, kMostCorrection = 0x1p20f;
 
+// Nor need every first moment be asked. The smallest magnitudes of the two maps are above 2^-21 and 2^-9
+// of a block's scale, and a sum that cancels leaves no less than the last bit of its terms: from a scale
+// of 2^-44 on, or 0, and gradients of which the same holds against kLeastPlainFirst / (1 - beta1), what
+// comes out is zero or at least kLeastPlainFirst.
+constexpr float kLeastPlainFirstScale = kLeastPlainFirst * 0x1p46f;
+constexpr float kLeastPlainGradient = kLeastPlainFirst * 0x1p10f;  // a block's scale, times 1 - beta1
+
 __device__ __forceinline__ float plain_direction(const Scalars& s, float first, float second) {
-  // An approximation of 1 / sqrt(v), and one step that rounds correctly. Of v = 0 the root is 0.
+  // An approximation of 1 / sqrt(v), and one step that rounds correctly. Of v = 0 the root is 0; the
+  // number added is below the last bit of any other plain v, but for those that it moves by less than
+  // the approximation errs.
   float inverse_root;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse_root) : "f"(fmaxf(second, kLeastPlainSecond)));
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse_root) : "f"(second + 0x1p-126f));
   float root = second * inverse_root;
   root = fmaf(fmaf(-root, root, second), 0.5f * inverse_root, root);
   const float divisor = root * s.second_correction + s.epsilon;
@@ -170,77 +179,72 @@ __device__ __forceinline__ void store_elements(const Element (&from)[kVector], b
   }
 }
 
-/// Copies to shared memory; arrived after wait_for_copies by the same thread.
-template <typename Value>
-__device__ __forceinline__ void copy_async(const Value* from, Value* to) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(sizeof(Value))
-               : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 /// How the weights are held, as a type: FP32 weights, or BF16 weights with each kind of master.
 template <typename Storage, MasterKind kind>
 struct Weights {
   static constexpr bool kIsFp32 = std::is_same_v<Storage, float>;
+  static constexpr bool kReadsFp32 = kIsFp32 || kind == MasterKind::kFp32;
+  static constexpr bool kHasHigh = kReadsFp32 || kind == MasterKind::kRemainder;
 
-  static __device__ __forceinline__ void load(const Operands& operands, std::int64_t first, bool whole,
-                                              int count, float (&master)[kVector]) {
-    if constexpr (kIsFp32) {
-      load_elements(static_cast<const float*>(operands.weight) + first, whole, count, master);
-    } else if constexpr (kind == MasterKind::kFp32) {
-      load_elements(static_cast<const float*>(operands.master) + first, whole, count, master);
-    } else {
-      Bf16 weight[kVector];
-      load_elements(static_cast<const Bf16*>(operands.weight) + first, whole, count, weight);
-      if constexpr (kind == MasterKind::kRemainder) {
-        std::int16_t remainder[kVector];
-        load_elements(static_cast<const std::int16_t*>(operands.master) + first, whole, count,
-                      remainder);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) master[i] = join_master(weight[i], remainder[i]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) master[i] = to_float(weight[i]);
-      }
-    }
-  }
-
-  /// load in two: copies of a whole vector to shared memory that are under way when start returns, and
-  /// what is computed from them. 32 bytes, of which low and high are 16 each.
-  static __device__ __forceinline__ void start(const Operands& operands, std::int64_t first, uint4* low,
-                                               uint4* high) {
-    if constexpr (kIsFp32 || kind == MasterKind::kFp32) {
+  /// What is read of a vector, as it lies in memory: 16 bytes at `low_of`, and as many at `high_of`
+  /// where kHasHigh.
+  static __device__ __forceinline__ const uint4* low_of(const Operands& operands, std::int64_t first) {
+    if constexpr (kReadsFp32) {
       const void* const held = kIsFp32 ? operands.weight : operands.master;
-      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const float*>(held) + first);
-      copy_async(from, low);
-      copy_async(from + 1, high);
+      return reinterpret_cast<const uint4*>(static_cast<const float*>(held) + first);
     } else {
-      copy_async(reinterpret_cast<const uint4*>(static_cast<const Bf16*>(operands.weight) + first), low);
-      if constexpr (kind == MasterKind::kRemainder) {
-        copy_async(
-            reinterpret_cast<const uint4*>(static_cast<const std::int16_t*>(operands.master) + first),
-            high);
-      }
+      return reinterpret_cast<const uint4*>(static_cast<const Bf16*>(operands.weight) + first);
     }
   }
-  static __device__ __forceinline__ void finish(uint4 low, uint4 high, float (&master)[kVector]) {
+  static __device__ __forceinline__ const uint4* high_of(const Operands& operands, std::int64_t first) {
+    if constexpr (kReadsFp32) {
+      return low_of(operands, first) + 1;
+    } else {
+      return reinterpret_cast<const uint4*>(static_cast<const std::int16_t*>(operands.master) + first);
+    }
+  }
+  /// The masters in it.
+  static __device__ __forceinline__ void join(uint4 low, uint4 high, float (&master)[kVector]) {
     const std::uint32_t words[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if constexpr (kReadsFp32) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if constexpr (kIsFp32 || kind == MasterKind::kFp32) {
-        master[i] = __uint_as_float(words[i]);
-      } else {
-        const Bf16 weight{static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)))};
-        if constexpr (kind == MasterKind::kRemainder) {
-          const auto remainder = static_cast<std::uint16_t>(words[4 + i / 2] >> (16 * (i % 2)));
-          master[i] = join_master(weight, static_cast<std::int16_t>(remainder));
+      for (int i = 0; i < kVector; ++i) master[i] = __uint_as_float(words[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) {
+        if constexpr (kind == MasterKind::kRemainder) {  // join_master, two at a time
+          const std::uint32_t remainders = words[4 + i] ^ 0x80008000u;  // each plus 0x8000
+          master[2 * i] = __uint_as_float(__byte_perm(remainders, words[i], 0x5410) - 0x8000u);
+          master[2 * i + 1] = __uint_as_float(__byte_perm(remainders, words[i], 0x7632) - 0x8000u);
         } else {
-          master[i] = to_float(weight);
+          master[2 * i] = __uint_as_float(words[i] << 16);
+          master[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
         }
       }
     }
+  }
+
+  static __device__ __forceinline__ void load(const Operands& operands, std::int64_t first, bool whole,
+                                              int count, float (&master)[kVector]) {
+    const uint4* const low = low_of(operands, first);
+    const uint4* const high = kHasHigh ? high_of(operands, first) : nullptr;
+    if (whole) return join(*low, kHasHigh ? *high : uint4{}, master);
+    std::uint32_t words[kVector] = {};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (i >= count) continue;
+      if constexpr (kReadsFp32) {
+        words[i] = reinterpret_cast<const std::uint32_t*>(low)[i];
+      } else {
+        const auto half = [i](const uint4* from) {
+          return std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i]} << (16 * (i % 2));
+        };
+        words[i / 2] |= half(low);
+        if constexpr (kHasHigh) words[4 + i / 2] |= half(high);
+      }
+    }
+    join(make_uint4(words[0], words[1], words[2], words[3]),
+         make_uint4(words[4], words[5], words[6], words[7]), master);
   }
 
   static __device__ __forceinline__ void store(const Operands& operands, std::int64_t first, bool whole,
@@ -254,6 +258,21 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) weight[i] = to_bf16_half_away(master[i]);
       } else if constexpr (kind == MasterKind::kRemainder) {
+        if (whole) {  // split_master, two at a time
+          uint4 weights, remainders;
+          std::uint32_t* const weight_words = &weights.x;
+          std::uint32_t* const remainder_words = &remainders.x;
+#pragma unroll
+          for (int i = 0; i < kVector / 2; ++i) {
+            const std::uint32_t even = __float_as_uint(master[2 * i]) + 0x8000u,
+                                odd = __float_as_uint(master[2 * i + 1]) + 0x8000u;
+            weight_words[i] = __byte_perm(even, odd, 0x7632);
+            remainder_words[i] = __byte_perm(even, odd, 0x5410) ^ 0x80008000u;
+          }
+          *reinterpret_cast<uint4*>(static_cast<Bf16*>(operands.weight) + first) = weights;
+          *reinterpret_cast<uint4*>(static_cast<std::int16_t*>(operands.master) + first) = remainders;
+          return;
+        }
         std::int16_t remainder[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
@@ -366,33 +385,45 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 // the tensor is one segment. Chunk c of the tensor is block c of either moment, its element i is element
 // i of every code plane, and both maps are read from shared memory.
 
-// Encoding by one lookup. A bin is the numbers that share exponent and upper seven fraction bits: so
-// narrow that at most one border between codes lies in it. Its entry is
-//   code of its first number * 2^16 + (2^16 - border)
-// with `border` the sixteen lower bits from which on the code is the next; 2^16 where there is none. The
-// sixteen lower bits of a number, added to the entry, carry into the code where they reach the border.
-// Byte 2 of the sum is the code. The entries are made from quant/codec.h itself, once a process.
-constexpr std::uint32_t kFirstExponent = 103;  // 2^-24: what is smaller has the code of zero
-constexpr std::uint32_t kBins = (128 - kFirstExponent) << 7;  // below 2
-constexpr float kLeastBinned = 0x1p-24f;
+// Encoding by one lookup, of y 2^-102: then 2^-24 is the smallest normal number, and what is below, whose
+// code is that of zero, falls into the first bins. A bin is the numbers that share sign, exponent and
+// upper seven fraction bits: so narrow that at most one border between codes lies in it. Its entry is
+//   (code of its first number - number of the bin) * 2^16 + (2^16 - border)
+// with `border` the sixteen lower bits from which on the code is the next; 2^16 where there is none. Added
+// to the number, whose sixteen upper bits are those of its bin, it leaves the code in byte 2: the sixteen
+// lower bits carry into it where they reach the border. The entries are made from quant/codec.h itself,
+// once a process.
+//
+// For dynamic8, of which magnitudes are looked up, a code is counted from that of zero. In the unsigned
+// map what is not zero has at least code 1, as lift_underflow and the encoder together give it.
+constexpr float kBinned = 0x1p-102f;
+constexpr std::uint32_t kBinnedExponents = 102;
+constexpr std::uint32_t kBins = (128 - kBinnedExponents) << 7;  // below 2
 
 struct EncodeTables {
-  std::uint32_t first[kBins], second[kBins];  // of magnitudes in dynamic8, and in its unsigned map
+  std::uint32_t first[kBins], second[kBins];
 };
 __device__ EncodeTables encode_tables;
 
 template <Code code>
 __device__ std::uint32_t entry_of(std::uint32_t bin) {
-  const std::uint32_t begin = (kFirstExponent << 23) + (bin << 16);
-  const auto code_of = [&](std::uint32_t low) { return encode<code>(__uint_as_float(begin + low)); };
+  const std::uint32_t begin = bin << 16;
+  const auto code_of = [&](std::uint32_t low) {
+    const std::uint32_t bits = begin + low;
+    if (code == Code::kDynamic8) {
+      return bits < 1u << 23 ? 0 : encode<code>(__uint_as_float(bits + (kBinnedExponents << 23))) - 127u;
+    }
+    if (bits < 1u << 23) return bits == 0 ? 0u : 1u;
+    return max(1u, encode<code>(__uint_as_float(bits + (kBinnedExponents << 23))));
+  };
   const std::uint32_t first = code_of(0);
-  if (code_of(0xFFFF) == first) return first << 16;
+  if (code_of(0xFFFF) == first) return (first - bin) << 16;
   std::uint32_t below = 0, border = 0xFFFF;
   while (border - below > 1) {
     const std::uint32_t middle = (below + border) / 2;
     (code_of(middle) == first ? below : border) = middle;
   }
-  return (first << 16) + (0x10000 - border);
+  return ((first - bin) << 16) + (0x10000 - border);
 }
 
 __global__ void __launch_bounds__(kThreads) fill_encode_tables_kernel() {
@@ -402,10 +433,31 @@ __global__ void __launch_bounds__(kThreads) fill_encode_tables_kernel() {
   encode_tables.second[bin] = entry_of<Code::kDynamic8Unsigned>(bin);
 }
 
-/// The entry of magnitude a plus the lower bits: the code in byte 2.
-__device__ __forceinline__ std::uint32_t look_up(const std::uint32_t* entries, float a) {
-  const std::uint32_t bits = __float_as_uint(fmaxf(a, kLeastBinned));
-  return entries[(bits >> 16) - (kFirstExponent << 7)] + (bits & 0xFFFFu);
+// Shared memory by 32-bit addresses, which a dot product forms from a byte or a half of a word in one
+// instruction, and which the compiler does not derive anew where they are used.
+__device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
+  std::uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+  return word;
+}
+__device__ __forceinline__ uint2 load_shared_pair(std::uint32_t address) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+  return words;
+}
+__device__ __forceinline__ uint4 load_shared_quad(std::uint32_t address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
+/// The code of y >= 0, which is given times kBinned, in byte 2.
+__device__ __forceinline__ std::uint32_t look_up(std::uint32_t entries, float binned) {
+  const std::uint32_t bits = __float_as_uint(binned);
+  return load_shared(__dp2a_lo(bits, 0x0400u, entries)) + bits;  // entries + 4 * (bits >> 16)
 }
 /// Byte 2 of four words, the first lowest.
 __device__ __forceinline__ std::uint32_t pack_codes(const std::uint32_t (&sums)[kVector], int begin) {
@@ -428,149 +480,194 @@ constexpr std::uint32_t kZeroFirsts = 0x7F7F7F7Fu;  // dynamic8's codes of zero
 
 struct Maps {
   EncodeTables entries;
-  float first_level[256], second_level[256];
+  // Once for each lane, so that each reads a bank of its own.
+  float first_level[256][kWarp], second_level[256][kWarp];
 };
 
 __device__ __forceinline__ void fill_maps(Maps& maps) {
   static_assert(sizeof(EncodeTables) % sizeof(uint4) == 0);
   auto* const to = reinterpret_cast<uint4*>(&maps.entries);
   const auto* const from = reinterpret_cast<const uint4*>(&encode_tables);
-  for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kThreads)
+  for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kFlatThreads)
     to[i] = from[i];
-  for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
-    maps.first_level[i] = decode<Code::kDynamic8>(static_cast<std::uint32_t>(i));
-    maps.second_level[i] = decode<Code::kDynamic8Unsigned>(static_cast<std::uint32_t>(i));
+  for (int code = static_cast<int>(threadIdx.x) / kWarp; code < 256; code += kFlatWarps) {
+    const auto bits = static_cast<std::uint32_t>(code);
+    maps.first_level[code][lane_index()] = decode<Code::kDynamic8>(bits);
+    maps.second_level[code][lane_index()] = decode<Code::kDynamic8Unsigned>(bits);
   }
 }
 
-__device__ __forceinline__ void decode_by(const float (&level)[256], uint2 codes, float scale,
+/// level: the shared address of the lane's 256 levels.
+__device__ __forceinline__ void decode_by(std::uint32_t level, uint2 codes, float scale,
                                           float (&x)[kVector]) {
+  constexpr std::uint32_t kStride = kWarp * sizeof(float);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const std::uint32_t code = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4)) & 0xFFu;
-    x[i] = level[code] * scale;
+    const std::uint32_t address = __dp4a(i < 4 ? codes.x : codes.y, kStride << (8 * (i % 4)), level);
+    x[i] = __uint_as_float(load_shared(address)) * scale;
   }
 }
 
-/// The codes of x and the scale of its block, which the whole warp holds. The largest magnitude of the
-/// block is `absmax`, and finite.
-template <Code code>
-__device__ __forceinline__ uint2 encode_by(const std::uint32_t* entries, const float (&x)[kVector],
-                                           float absmax, float& scale) {
-  scale = stored_scale_fp32(absmax, 1.0f);
-  if (scale == 0.0f) {
-    const group_detail::VectorCodes zero = group_detail::zero_codes<code>();
-    return make_uint2(zero.low, zero.high);
-  }
-  const float reciprocal = 1.0f / scale;
-  float y[kVector];
+/// 1 / scale, correctly rounded, times kBinned; 0 of 0. `scale` is 0 or in [2^-126, kMostPlain].
+__device__ __forceinline__ float binned_reciprocal(float scale) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(scale));
+  reciprocal = fmaf(fmaf(-scale, reciprocal, 1.0f), reciprocal, reciprocal);
+  return scale == 0.0f ? 0.0f : reciprocal * kBinned;
+}
+
+/// dynamic8's codes of x under a scale.
+__device__ __forceinline__ uint2 encode_first(std::uint32_t entries, const float (&x)[kVector],
+                                              float binned) {
   std::uint32_t sums[kVector];
-  if constexpr (code == Code::kDynamic8) {
-    // A negative number's code is as far below that of zero as its magnitude's is above, and -1 is not a
-    // level: in bytes, 254 - c = (c ^ 255) - 1.
-    constexpr float kLowest = -std::bit_cast<float>(
-        std::bit_cast<std::uint32_t>(codec_detail::DynamicMap<true>::decade_start(7)) - 1);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      y[i] = fmaxf(x[i] * reciprocal, kLowest);
-      sums[i] = look_up(entries, fabsf(y[i]));
-    }
-    const auto signed_codes = [&](int begin) {
-      const std::uint32_t signs = signs_of(y, begin);
-      return (pack_codes(sums, begin) ^ signs) - (signs & 0x01010101u);
-    };
-    return make_uint2(signed_codes(0), signed_codes(4));
-  } else {
+  for (int i = 0; i < kVector; ++i) sums[i] = look_up(entries, fabsf(x[i]) * binned);
+  const auto codes = [&](int begin) {
+    // 127 plus or less the magnitudes' codes, byte by byte without a carry. -1 is not a level: of 128,
+    // the highest, one less is taken.
+    const std::uint32_t magnitudes = pack_codes(sums, begin);
+    const std::uint32_t negative = magnitudes & signs_of(x, begin);
+    return magnitudes + kZeroFirsts + (negative >> 7 & 0x01010101u) - negative - negative;
+  };
+  return make_uint2(codes(0), codes(4));
+}
+/// Those of the unsigned map.
+__device__ __forceinline__ uint2 encode_second(std::uint32_t entries, const float (&x)[kVector],
+                                               float binned) {
+  std::uint32_t sums[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sums[i] = look_up(entries, x[i] * reciprocal);
-    return make_uint2(pack_codes(sums, 0), pack_codes(sums, 4));
-  }
+  for (int i = 0; i < kVector; ++i) sums[i] = look_up(entries, x[i] * binned);
+  return make_uint2(pack_codes(sums, 0), pack_codes(sums, 4));
 }
 
 /// What a warp has under way from memory while it computes: its next chunk. A lane reads what it copied
-/// itself.
+/// itself. (Scales are held in registers: copies of one number to 32 places of shared memory take as many
+/// cycles of it.)
 struct NextChunk {
   uint2 gradient[kWarp], first[kWarp], second[kWarp];
   uint4 low[kWarp], high[kWarp];  // of the weights
-  float gradient_scale[kWarp], first_scale[kWarp], second_scale[kWarp];
+};
+struct FlatShared {
+  Maps maps;
+  NextChunk next[kFlatWarps];
+  std::uint32_t taken;  // chunks of the block's
 };
 
+// Chunks are dealt to the blocks in turn. A block's warps take the next when they have done one: the
+// multiprocessor prefers some warps to others, and with shares cut beforehand the last would work alone.
 template <typename Held>
-__global__ void __launch_bounds__(kThreads, kFlatBlocks)
+__global__ void __launch_bounds__(kFlatThreads, 1)
     adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
-  __shared__ Maps maps;
-  __shared__ NextChunk next_chunks[kWarps];
-  NextChunk& next = next_chunks[threadIdx.x / kWarp];
+  extern __shared__ __align__(16) std::byte shared_bytes[];
+  FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
   const int lane = lane_index();
+  const Scalars& scalars = operands.scalars;
   const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
   const auto* const gradient_scales = reinterpret_cast<const float*>(operands.gradient.scales);
   auto* const firsts = reinterpret_cast<uint2*>(operands.first.codes);
   auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
   auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
   auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
+  std::uint32_t base = static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared));
+  std::uint32_t pairs = static_cast<std::uint32_t>(
+      __cvta_generic_to_shared(&shared.next[threadIdx.x / kWarp].gradient[lane]));
+  asm("" : "+r"(base), "+r"(pairs));  // in registers
+  const std::uint32_t own_bank = base + static_cast<std::uint32_t>(lane) * 4;
+  const std::uint32_t first_levels = own_bank + offsetof(FlatShared, maps.first_level),
+                      second_levels = own_bank + offsetof(FlatShared, maps.second_level),
+                      first_entries = base + offsetof(FlatShared, maps.entries.first),
+                      second_entries = base + offsetof(FlatShared, maps.entries.second);
+  const std::uint32_t taken = base + offsetof(FlatShared, taken);
+  const std::uint32_t quads = pairs + static_cast<std::uint32_t>(lane) * 8;
+  constexpr std::uint32_t kFirst = offsetof(NextChunk, first), kSecond = offsetof(NextChunk, second),
+                          kLow = offsetof(NextChunk, low), kHigh = offsetof(NextChunk, high);
+  float next_gradient_scale = 0.0f, next_first_scale = 0.0f, next_second_scale = 0.0f;
+  // Lanes behind a segment's end decode what they have, zeros at first, under scales of zero.
   const auto start = [&](std::uint32_t chunk) {
     const ChunkCut::Place place = cut.place(chunk, operands.gradient.block_shift);
-    copy_async(first_scales + chunk, &next.first_scale[lane]);
-    copy_async(second_scales + chunk, &next.second_scale[lane]);
-    if (!place.exists) return place;
     const std::int64_t vector = place.element / kVector;
-    copy_async(gradients + vector, &next.gradient[lane]);
-    copy_async(firsts + vector, &next.first[lane]);
-    copy_async(seconds + vector, &next.second[lane]);
-    Held::start(operands, place.element, &next.low[lane], &next.high[lane]);
-    copy_async(gradient_scales + place.block, &next.gradient_scale[lane]);
+    next_first_scale = first_scales[chunk];
+    next_second_scale = second_scales[chunk];
+    next_gradient_scale = gradient_scales[place.block];
+    if (!place.exists) return place;  // copies of one vector to many places would wait for one another
+    copy_async<8>(gradients + vector, pairs);
+    copy_async<8>(firsts + vector, pairs + kFirst);
+    copy_async<8>(seconds + vector, pairs + kSecond);
+    copy_async<16>(Held::low_of(operands, place.element), quads + kLow);
+    if constexpr (Held::kHasHigh) copy_async<16>(Held::high_of(operands, place.element), quads + kHigh);
     return place;
   };
-  const std::uint32_t step = gridDim.x * kWarps;
-  std::uint32_t chunk = blockIdx.x * kWarps + threadIdx.x / kWarp;
+  const std::uint32_t chunks = (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
+  std::uint32_t number = threadIdx.x / kWarp;
   ChunkCut::Place next_place{};
-  if (chunk < cut.total_chunks) next_place = start(chunk);
-  fill_maps(maps);
+  NextChunk& own = shared.next[threadIdx.x / kWarp];
+  own.gradient[lane] = own.first[lane] = own.second[lane] = make_uint2(0, 0);
+  own.low[lane] = own.high[lane] = make_uint4(0, 0, 0, 0);
+  if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
+  if (threadIdx.x == 0) shared.taken = kFlatWarps;
+  fill_maps(shared.maps);
   __syncthreads();
-  for (bool more = chunk < cut.total_chunks; more;) {
+  while (number < chunks) {
+    const std::uint32_t this_chunk = blockIdx.x + number * gridDim.x;
     const ChunkCut::Place place = next_place;
     const std::int64_t vector = place.element / kVector;
-    uint2 gradient = make_uint2(0, 0), first = make_uint2(kZeroFirsts, kZeroFirsts),
-          second = make_uint2(0, 0);
-    float p[kVector] = {};
-    float gradient_scale = 0;
+    float p[kVector];
     wait_for_copies();
-    if (place.exists) {
-      gradient = next.gradient[lane], first = next.first[lane], second = next.second[lane];
-      Held::finish(next.low[lane], next.high[lane], p);
-      gradient_scale = next.gradient_scale[lane];
+    const uint2 gradient = load_shared_pair(pairs);
+    uint2 first = load_shared_pair(pairs + kFirst), second = load_shared_pair(pairs + kSecond);
+    Held::join(load_shared_quad(quads + kLow), Held::kHasHigh ? load_shared_quad(quads + kHigh) : uint4{},
+               p);
+    const float gradient_scale = place.exists ? next_gradient_scale : 0.0f,
+                first_scale = place.exists ? next_first_scale : 0.0f,
+                second_scale = place.exists ? next_second_scale : 0.0f;
+    if (lane == 0) {  // atomicAdd, without its search for lanes that add to the same place
+      asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(taken) : "memory");
     }
-    const float first_scale = next.first_scale[lane], second_scale = next.second_scale[lane];
-    const std::uint32_t this_chunk = chunk;
-    more = cut.total_chunks - chunk > step;  // the sum might not fit into 32 bits
-    if (more) {
-      chunk += step;
-      next_place = start(chunk);
-    }
+    number = __shfl_sync(kWholeWarp, number, 0);
+    if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
 
     float g[kVector], m[kVector], v[kVector];
     group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
-    decode_by(maps.first_level, first, first_scale, m);
-    decode_by(maps.second_level, second, second_scale, v);
-    float largest_first = 0.0f, largest_second = 0.0f;
-    LeastMagnitude least_first, least_second;
+    decode_by(first_levels, first, first_scale, m);
+    decode_by(second_levels, second, second_scale, v);
+    // Numbers that are not negative are ordered like their bits, and NaN is above them.
+    float largest_first = 0.0f;
+    std::uint32_t largest_second = 0, least_second = ~0u;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      update_moments(operands.scalars, g[i] * gradient_scale, m[i], v[i]);
+      update_moments(scalars, g[i] * gradient_scale, m[i], v[i]);
       largest_first = group_detail::max_or_nan(largest_first, fabsf(m[i]));
-      largest_second = group_detail::max_or_nan(largest_second, v[i]);
-      least_first.add(m[i]);
-      least_second.add(v[i]);
+      largest_second = max(largest_second, __float_as_uint(v[i]));
+      least_second = min(least_second, __float_as_uint(v[i]));
     }
-    if (operands.may_be_plain && largest_first <= kMostPlainFirst &&
-        largest_second <= kMostPlainSecond && least_first.is_at_least(kLeastPlainFirst) &&
-        least_second.is_at_least(kLeastPlainSecond)) {
+    const float first_absmax =
+        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
+    const float second_absmax = __uint_as_float(__reduce_max_sync(kWholeWarp, largest_second));
+    const bool in_range = max(__float_as_uint(first_absmax), __float_as_uint(second_absmax)) <=
+                          __float_as_uint(kMostPlain);  // the whole warp
+    // Below 2^-46 of the largest, what is binned might become zero.
+    const float least_plain_second = fmaxf(kLeastPlainSecond, second_absmax * 0x1p-46f);
+    bool plain = operands.may_be_plain && in_range;
+    if (plain && place.exists) {
+      const float least_gradient = fabsf(gradient_scale * scalars.gradient_scale) * scalars.one_minus_beta1;
+      plain = least_second >= __float_as_uint(least_plain_second) &&
+              (first_scale == 0.0f || first_scale >= kLeastPlainFirstScale) &&
+              (least_gradient == 0.0f || least_gradient >= kLeastPlainGradient);
+      if (!plain) {
+        LeastMagnitude firsts_least, seconds_least;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) firsts_least.add(m[i]), seconds_least.add(v[i]);
+        plain = firsts_least.is_at_least(kLeastPlainFirst) &&
+                seconds_least.is_at_least(least_plain_second);
+      }
+    }
+    if (plain) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        p[i] = operands.scalars.keep * p[i] -
-               operands.scalars.rate * plain_direction(operands.scalars, m[i], v[i]);
+        p[i] = scalars.keep * p[i] - scalars.rate * plain_direction(scalars, m[i], v[i]);
       }
     } else {
+      const float least = second_absmax * kSmallestUnsignedLevel;
 #pragma unroll 1
       for (int i = 0; i < kVector; ++i) {
         float m_i = m[0], v_i = v[0], p_i = p[0];  // registers have no index that is known at run time
@@ -578,23 +675,18 @@ __global__ void __launch_bounds__(kThreads, kFlatBlocks)
         for (int k = 1; k < kVector; ++k) {
           if (k == i) m_i = m[k], v_i = v[k], p_i = p[k];
         }
-        p_i =
-            operands.scalars.keep * p_i - operands.scalars.rate * direction(operands.scalars, m_i, v_i);
+        p_i = scalars.keep * p_i - scalars.rate * direction(scalars, m_i, v_i);
+        if (in_range && v_i > 0.0f) v_i = fmaxf(v_i, least);
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
-          if (k == i) p[k] = p_i;
+          if (k == i) p[k] = p_i, v[k] = v_i;
         }
       }
     }
     if (place.exists) Held::store(operands, place.element, true, kVector, p);
-    // Numbers that are not negative are ordered like their bits, and NaN is above them.
-    const float first_absmax =
-        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
-    const float second_absmax =
-        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_second)));
-    if (!(first_absmax <= FLT_MAX) || !(second_absmax <= FLT_MAX)) {  // the whole warp
-      const int begin = lane * kVector;  // of the lane's vector, in the block
-      const auto encode_not_finite = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
+    if (!in_range) {
+      const int begin = place.exists ? lane * kVector : 0;  // of the vector at `place`, in the block
+      const auto encode_with_care = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
         Group group{};  // the block alone
         group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + (place.element - begin);
         group.scales = view.scales + std::int64_t{this_chunk} * std::int64_t{sizeof(float)};
@@ -602,21 +694,18 @@ __global__ void __launch_bounds__(kThreads, kFlatBlocks)
             static_cast<int>(min(cut.segment_length - place.in_segment + begin, ChunkCut::kElements));
         encode_chunk_of_256<code>(view, group, 0, x);
       };
-      encode_not_finite.template operator()<Code::kDynamic8>(operands.first, m);
+      encode_with_care.template operator()<Code::kDynamic8>(operands.first, m);
       lift_underflow(v, kWarp);
-      encode_not_finite.template operator()<Code::kDynamic8Unsigned>(operands.second, v);
+      encode_with_care.template operator()<Code::kDynamic8Unsigned>(operands.second, v);
       continue;
     }
-    const float least = second_absmax * kSmallestUnsignedLevel;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) v[i] = v[i] > 0.0f ? fmaxf(v[i], least) : v[i];
-    float scale;
-    first = encode_by<Code::kDynamic8>(maps.entries.first, m, first_absmax, scale);
-    if (place.exists) firsts[vector] = first;
-    if (lane == 0) first_scales[this_chunk] = scale;
-    second = encode_by<Code::kDynamic8Unsigned>(maps.entries.second, v, second_absmax, scale);
-    if (place.exists) seconds[vector] = second;
-    if (lane == 0) second_scales[this_chunk] = scale;
+    // stored_scale_fp32 of numbers that are not negative and in range.
+    const float new_first_scale = first_absmax < kSmallestScale ? 0.0f : first_absmax,
+                new_second_scale = second_absmax < kSmallestScale ? 0.0f : second_absmax;
+    first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
+    second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
+    if (place.exists) firsts[vector] = first, seconds[vector] = second;
+    if (lane == 0) first_scales[this_chunk] = new_first_scale, second_scales[this_chunk] = new_second_scale;
   }
 }
 
@@ -759,9 +848,13 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
     }();
     static_cast<void>(filled);
     const unsigned blocks =
-        grid_blocks((std::int64_t{cut.total_chunks} + kWarps - 1) / kWarps, kFlatBlocks);
+        grid_blocks((std::int64_t{cut.total_chunks} + kFlatWarps - 1) / kFlatWarps, 1);
     for_held(operands, [&]<typename Held>() {
-      adamw_flat_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands, cut);
+      constexpr int kBytes = static_cast<int>(sizeof(FlatShared));
+      expect_success(cudaFuncSetAttribute(adamw_flat_kernel<Held>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                     "adamw_update");
+      adamw_flat_kernel<Held><<<blocks, kFlatThreads, kBytes, stream>>>(operands, cut);
     });
   } else if (goes_by_chunk(operands)) {
     const unsigned blocks =

@@ -6,8 +6,9 @@
 // eight thread blocks takes a row, each block an eighth of its vectors of four, which it copies to its
 // shared memory: each logit crosses the memory bus once, and up to three blocks of different rows share
 // a multiprocessor, one reading while another writes. Threads find maximum and sum of their own vectors;
-// blocks exchange theirs through each other's shared memory, and all compute the row's in the same
-// order.
+// each block sends its own to all blocks of the cluster, and all compute the row's in the same order.
+// They are sent by asynchronous stores that an mbarrier of the receiver counts: a barrier of the cluster
+// would order all of a block's accesses to memory, and take as long as the slowest of them.
 //
 // Other rows. A row belongs to one thread block. The first pass finds the maximum and the sum together:
 // a thread keeps its largest logit so far and the sum of exp relative to it, and scales the sum when the
@@ -17,11 +18,11 @@
 // outside the vocabulary makes the row's loss NaN and its gradient zero: the host cannot see it without
 // waiting.
 //
-// exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L,
-// taken first: the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the
-// maximum and imprecise does not count. Sums are in an order that the launch fixes.
-#include <cooperative_groups.h>
-
+// exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L:
+// the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the maximum and
+// imprecise does not count. Where a cluster takes a row the difference is logit log2 e - m' or - L' in one
+// rounding, with m' = m log2 e and L' = m' + log2 of the sum relative to it: what m' is rounded by is in
+// the sum as well. Sums are in an order that the launch fixes.
 #include <algorithm>
 
 #include "backend/cuda/cuda_backend.h"
@@ -178,7 +179,16 @@ __device__ __forceinline__ void store_quad_once(const float (&value)[kQuad], Bf1
   __stcs(reinterpret_cast<uint2*>(place), bits);
 }
 
-/// A maximum and the sum of exp relative to it.
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+/// 2^(x log2 e - reference): one rounding before the approximation's.
+__device__ __forceinline__ float exponential_below(float x, float scaled_reference) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, kLog2E, -scaled_reference)));
+  return e;
+}
+
+/// A maximum, times log2 e, and the sum of exponentials relative to it.
 struct Part {
   float most;
   float total;
@@ -192,12 +202,81 @@ __device__ __forceinline__ Part combined(Part part) {
     most = fmaxf(most, __shfl_xor_sync(kWholeWarp, most, lanes));
   }
   // What has no elements has most = -infinity and a sum of zeros.
-  float total = part.total * (part.most == -INFINITY ? 1.0f : exponential(part.most - most));
+  float factor = 1.0f;
+  if (part.most != -INFINITY) {
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(part.most - most));
+  }
+  float total = part.total * factor;
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
     total += __shfl_xor_sync(kWholeWarp, total, lanes);
   }
   return {most, total};
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/// What the blocks of a cluster send to this one; arrived when wait returns.
+struct Mailbox {
+  Part parts[kClusterBlocks];
+  std::uint64_t barrier;
+
+  __device__ __forceinline__ static std::uint32_t address_of(const void* place) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(place));
+  }
+  /// By all threads of all blocks; a block may send when wait_for_others has returned.
+  __device__ __forceinline__ void open() {
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address_of(&barrier)) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(&barrier)),
+                   "n"(sizeof(parts))
+                   : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+  __device__ __forceinline__ static void wait_for_others() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  }
+  /// Sends this block's part, as that of rank `from`, to the block of rank `to`.
+  __device__ __forceinline__ void send(const Part& part, int from, int to) const {
+    std::uint32_t slot, signal;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(slot)
+                 : "r"(address_of(&parts[from])), "r"(to));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(signal)
+                 : "r"(address_of(&barrier)), "r"(to));
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(slot),
+        "f"(part.most), "f"(part.total), "r"(signal)
+        : "memory");
+  }
+  __device__ __forceinline__ void wait() const {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrived;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], 0;\n"
+        "@!arrived bra again;\n"
+        "}" ::"r"(address_of(&barrier))
+        : "memory");
+  }
+};
+#endif
+
+/// Calls visit(i, quads[i]) for the thread's vectors among [begin, end); kBatch are read at once.
+constexpr int kBatch = 4;
+template <typename Visit>
+__device__ __forceinline__ void for_each_quad(const float4* quads, int begin, int end, Visit visit) {
+  int i = begin + static_cast<int>(threadIdx.x);
+  for (; i + (kBatch - 1) * kClusterThreads < end; i += kBatch * kClusterThreads) {
+    float4 x[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) x[k] = quads[i + k * kClusterThreads];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) visit(i + k * kClusterThreads, x[k]);
+  }
+  for (; i < end; i += kClusterThreads) visit(i, quads[i]);
 }
 
 /// width: a multiple of kQuad, as are all rows' alignments. dlogits may be null.
@@ -206,12 +285,12 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
     cluster_kernel(const float* logits, const std::int32_t* targets, const float* weights,
                    float* token_loss, Gradient* dlogits, int width) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  namespace cg = cooperative_groups;
   constexpr int kWarps = kClusterThreads / kWarp;
   extern __shared__ float4 quads[];
-  __shared__ Part warp_parts[kWarps], block_part;
-  cg::cluster_group cluster = cg::this_cluster();
-  const int rank = static_cast<int>(cluster.block_rank());
+  __shared__ Part warp_parts[kWarps];
+  __shared__ Mailbox mailbox;
+  __shared__ float of_target;
+  const int rank = static_cast<int>(blockIdx.x % kClusterBlocks);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const std::int64_t row = blockIdx.x / kClusterBlocks;
   const int in_row = width / kQuad, per_block = (in_row + kClusterBlocks - 1) / kClusterBlocks;
@@ -220,63 +299,82 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
   const float* const in = logits + row * width + std::int64_t{first} * kQuad;
   Gradient* const out =
       dlogits == nullptr ? nullptr : dlogits + row * width + std::int64_t{first} * kQuad;
+  // Copied in two halves, each counted by itself. The first is on its way before the row's weight has
+  // come, for which a row of weight 0 pays; the second while the first is looked at.
+  const int half = count / 2;
+  const auto start = [&](int begin, int end) {
+    for (int i = begin + thread; i < end; i += kClusterThreads) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                       static_cast<unsigned>(__cvta_generic_to_shared(quads + i))),
+                   "l"(in + i * kQuad));
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
   const float weight = weights[row];
   const std::int32_t target = targets[row];
+  start(0, half);
   if (weight == 0.0f || target < 0 || target >= width) {  // all blocks of the cluster alike
     if (out != nullptr) {
       const float zeros[kQuad] = {};
       for (int i = thread; i < count; i += kClusterThreads) store_quad_once(zeros, out + i * kQuad);
     }
     if (rank == 0 && thread == 0) token_loss[row] = weight == 0.0f ? 0.0f : NAN;
+    wait_for_copies();
     return;
   }
-  for (int i = thread; i < count; i += kClusterThreads) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(quads + i))),
-                 "l"(in + i * kQuad));
-  }
-  const float of_target = logits[row * width + target];  // before the gradient lies over it
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  start(half, count);
+  mailbox.open();
 
   // A thread reads only what it copied itself.
   Part part{-INFINITY, 0.0f};
-  for (int i = thread; i < count; i += kClusterThreads) {
-    const float4 x = quads[i];
-    part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-  }
+  const auto find_most = [&](int begin, int end) {
+    for_each_quad(quads, begin, end, [&](int, const float4& x) {
+      part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+    });
+  };
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  find_most(0, half);
+  wait_for_copies();
+  find_most(half, count);
+  part.most *= kLog2E;
   const float base = reference(part.most);
-  for (int i = thread; i < count; i += kClusterThreads) {
-    const float4 x = quads[i];
-    part.total += (exponential(x.x - base) + exponential(x.y - base)) +
-                  (exponential(x.z - base) + exponential(x.w - base));
-  }
+  const auto add = [&](int, const float4& x) {
+    part.total += (exponential_below(x.x, base) + exponential_below(x.y, base)) +
+                  (exponential_below(x.z, base) + exponential_below(x.w, base));
+  };
+  for_each_quad(quads, 0, half, add);
+  for_each_quad(quads, half, count, add);
   part = combined<kWarp>(part);
   if (lane == 0) warp_parts[warp] = part;
+  // Taken before this block's part is sent, after which others lay the gradient over it.
+  if (rank == 0 && thread == 0) of_target = logits[row * width + target];
   __syncthreads();
+  Mailbox::wait_for_others();
   if (warp == 0) {
     part = combined<kWarps>(warp_parts[lane % kWarps]);
-    if (lane == 0) block_part = part;
+    if (lane < kClusterBlocks) mailbox.send(part, rank, lane);
   }
-  cluster.sync();
-  part = combined<kClusterBlocks>(*cluster.map_shared_rank(&block_part, lane % kClusterBlocks));
-  cluster.barrier_arrive();  // this block has read the others' parts
-  const float log_sum_exp = part.most + logf(part.total);
-  if (rank == 0 && thread == 0) token_loss[row] = weight * (log_sum_exp - of_target);
+  mailbox.wait();
+  part = combined<kClusterBlocks>(mailbox.parts[lane % kClusterBlocks]);
+  const float scaled = part.most + log2f(part.total);
+  if (rank == 0 && thread == 0) {
+    token_loss[row] = weight * (part.most * kLn2 + logf(part.total) - of_target);
+  }
   if (out != nullptr) {
     const int quad_of_target = target / kQuad - first;
-    for (int i = thread; i < count; i += kClusterThreads) {
-      const float4 x = quads[i];
+    const auto write = [&](int i, const float4& x) {
       float gradient[kQuad] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int k = 0; k < kQuad; ++k) gradient[k] = weight * exponential(gradient[k] - log_sum_exp);
+      for (int k = 0; k < kQuad; ++k) gradient[k] = weight * exponential_below(gradient[k], scaled);
       if (i == quad_of_target) {
 #pragma unroll
         for (int k = 0; k < kQuad; ++k) gradient[k] -= k == target % kQuad ? weight : 0.0f;
       }
       store_quad_once(gradient, out + i * kQuad);
-    }
+    };
+    for_each_quad(quads, 0, half, write);
+    for_each_quad(quads, half, count, write);
   }
-  cluster.barrier_wait();  // a block's shared memory ends with it
 #endif
 }
 

@@ -248,6 +248,11 @@ __device__ __forceinline__ void store_group(const Group& group, Storage* row, bo
 struct LaneCounts {
   std::uint32_t non_finite = 0, saturated = 0, flushed_blocks = 0;
 
+  __device__ __forceinline__ void operator+=(const LaneCounts& other) {
+    non_finite += other.non_finite;
+    saturated += other.saturated;
+    flushed_blocks += other.flushed_blocks;
+  }
   /// Adds all lanes' counts to int64 [kQuantCounters]; counters may be null.
   __device__ __forceinline__ void add_to(std::int64_t* counters) const {
     if (counters == nullptr) return;
@@ -297,13 +302,6 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
-}
-
-/// a b + c, clamped to [0, 1].
-__device__ __forceinline__ float saturated_fma(float a, float b, float c) {
-  float clamped;
-  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(clamped) : "f"(a), "f"(b), "f"(c));
-  return clamped;
 }
 
 /// Whether `code` has a path for its blocks.
@@ -356,31 +354,68 @@ __device__ __forceinline__ std::uint32_t pack_bytes(std::uint32_t a, std::uint32
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
+/// Two FP16 numbers in a word, that of `low` in the lower half.
+__device__ __forceinline__ std::uint32_t half_pair(float low, float high) {
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  return halves;
+}
+/// a b + c of each half.
+__device__ __forceinline__ std::uint32_t half_fma(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  std::uint32_t sums;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+  return sums;
+}
+/// The same, clamped to [0, 1].
+__device__ __forceinline__ std::uint32_t saturated_half_fma(std::uint32_t a, std::uint32_t b,
+                                                            std::uint32_t c) {
+  std::uint32_t sums;
+  asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+  return sums;
+}
+/// sum += addend where a > b: a comparison and one addition under its predicate.
+__device__ __forceinline__ void add_if_greater(float a, float b, std::uint32_t addend,
+                                               std::uint32_t& sum) {
+  asm("{ .reg .pred greater; setp.gt.f32 greater, %1, %2; @greater add.u32 %0, %0, %3; }"
+      : "+r"(sum)
+      : "f"(a), "f"(b), "r"(addend));
+}
+
 /// Nearest codes of y, which holds no NaN.
 ///
 /// nf4. The levels are quantiles of a normal, so a cubic of y follows the number of the level: rounded
-/// to an integer it is the code or one less, by a margin of .37 (the cubic is within .13 of the number
-/// of each midpoint). One comparison with the midpoint above that level, which lane `number` holds,
-/// settles which. The cubic is of s = (y + 1) / 2 clamped to [0, 1] and has no constant term:
-///   number = round(s (-4.33 + s (51.75 - 33.08 s)))
+/// to an integer it is the code or one less. One comparison with the midpoint above that level, which
+/// lane `number` holds, settles which. The cubic is of s = (y + 1) / 2 clamped to [0, 1] and has no
+/// constant term:
+///   number = round(s (-4.33 + s (51.75 - 33.1 s)))
+/// It is within .15 of the number of each midpoint, and FP16 does: for every FP16 number, the codes of
+/// what rounds to it are `number` or one more, and would be if the cubic were off by another .3. Two
+/// elements are computed at once.
 template <Code code>
 __device__ __forceinline__ VectorCodes encode_vector(const float (&y)[kVector], float midpoint) {
   VectorCodes codes;
   if constexpr (code == Code::kNf4) {
-    constexpr float kUnit = 0x1.8p23f;  // adding it rounds to integers
-    constexpr std::uint32_t kUnitBits = 0x4B400000u;
-    std::uint32_t packed = 0, units = 0;
+    // FP16, twice. Adding kUnit, 1,024, rounds to integers, whose code is then in the lower bits.
+    constexpr std::uint32_t kHalf = 0x38003800u, kCubic = 0xD023D023u, kSquare = 0x52785278u,
+                            kLinear = 0xC454C454u, kUnit = 0x64006400u;
+    std::uint32_t number[kVector / 2];
 #pragma unroll
-    for (int i = kVector - 1; i >= 0; --i) {
-      const float s = saturated_fma(y[i], 0.5f, 0.5f);
-      const float number = fmaf(fmaf(fmaf(-33.08f, s, 51.75f), s, -4.33f), s, kUnit);
-      const std::uint32_t bits = __float_as_uint(number);
-      const float above = __shfl_sync(kWholeWarp, midpoint, static_cast<int>(bits));
-      packed = packed * 16 + bits;
-      if (y[i] > above) ++packed;
-      units = units * 16 + kUnitBits;
+    for (int i = 0; i < kVector / 2; ++i) {
+      const std::uint32_t s = saturated_half_fma(half_pair(y[2 * i], y[2 * i + 1]), kHalf, kHalf);
+      number[i] = half_fma(half_fma(half_fma(kCubic, s, kSquare), s, kLinear), s, kUnit);
     }
-    codes.low = packed - units;
+    // Byte i of `even` and `odd`: elements 2 i and 2 i + 1.
+    const std::uint32_t first = __byte_perm(number[0], number[1], 0x6240),
+                        last = __byte_perm(number[2], number[3], 0x6240);
+    std::uint32_t even = __byte_perm(first, last, 0x5410), odd = __byte_perm(first, last, 0x7632);
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) {
+      const float above_even = __shfl_sync(kWholeWarp, midpoint, static_cast<int>(number[i]));
+      const float above_odd = __shfl_sync(kWholeWarp, midpoint, static_cast<int>(number[i] >> 16));
+      add_if_greater(y[2 * i], above_even, 1u << (8 * i), even);
+      add_if_greater(y[2 * i + 1], above_odd, 1u << (8 * i), odd);
+    }
+    codes.low = odd * 16 + even;
   } else if constexpr (kIsNibble<code>) {
 #pragma unroll
     for (int i = kVector - 1; i >= 0; --i) codes.low = codes.low * 16 + encode<code>(y[i]);
@@ -1028,9 +1063,7 @@ __device__ __forceinline__ void encode_group(const QuantView& view, const Group&
     }
     LaneCounts counted;
     encode_rarely_used(view, group, copied, key_words, counted);
-    counts.non_finite += counted.non_finite;
-    counts.saturated += counted.saturated;
-    counts.flushed_blocks += counted.flushed_blocks;
+    counts += counted;
   }
 }
 
@@ -1096,7 +1129,7 @@ struct ChunkCut {
   std::uint32_t total_chunks;    // of the tensor
   std::uint32_t per_chunks;      // 2^32 / chunks, rounded down
 
-  /// Where a lane's vector lies.
+  /// Where a lane's vector lies; that of lane 0 where it would lie behind the segment's end.
   struct Place {
     std::int64_t element;      // of the vector's first, in the tensor
     std::int64_t block;        // number, in the tensor, of the block that it is part of
@@ -1107,10 +1140,11 @@ struct ChunkCut {
     std::uint32_t segment = __umulhi(chunk, per_chunks);  // the quotient, or one less
     std::uint32_t left = chunk - segment * chunks;
     if (left >= chunks) ++segment, left -= chunks;
-    const std::uint32_t in_segment = left * kElements + threadIdx.x % kWarp * kVector;
+    std::uint32_t in_segment = left * kElements + threadIdx.x % kWarp * kVector;
+    const bool exists = in_segment < segment_length;
+    if (!exists) in_segment = left * kElements;
     return {std::int64_t{segment} * segment_length + in_segment,
-            std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment,
-            in_segment < segment_length};
+            std::int64_t{segment} * blocks + (in_segment >> block_shift), in_segment, exists};
   }
 };
 

@@ -77,6 +77,16 @@ bool vector_aligned(const void* data, std::int64_t piece) {
          piece * static_cast<std::int64_t>(sizeof(Storage)) % 16 == 0 && piece % kVector == 0;
 }
 
+/// Copies kBytes to shared memory, by its 32-bit address; arrived after wait_for_copies by the same thread.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(const void* from, std::uint32_t to) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+}
+__device__ __forceinline__ void copy_async(const Bf16* from, uint4* to) {
+  copy_async<16>(from, static_cast<std::uint32_t>(__cvta_generic_to_shared(to)));
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kWholeWarp, value, lanes);

@@ -32,7 +32,8 @@ constexpr int kMaxGroups = kThreads / kWarp;  // of a row that a team holds in r
 // workspace is planned without a GPU, so this is a constant.
 constexpr int kBackwardBlocksPerMultiprocessor = 2;
 constexpr std::int64_t kMaxPartials = 320;
-constexpr int kSumThreads = 512;
+constexpr int kSavedResidentBlocks = 3;  // of kThreads; 80 registers, which hold the weights
+constexpr int kSumThreads = 1024;
 
 /// The rows of a launch and how blocks share them.
 struct NormRows {
@@ -121,26 +122,6 @@ __device__ __forceinline__ void prefetch_group(const Group& group, const Storage
   }
 }
 
-/// Brings kBytes, a multiple of 16, nearer; one lane of the warp asks for all of them.
-template <int kBytes>
-__device__ __forceinline__ void prefetch_bytes(const void* begin) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (lane_index() == 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(begin)),
-                 "r"(kBytes));
-  }
-#else
-  constexpr int kLine = 128;
-  for (int line = lane_index(); line * kLine < kBytes; line += kWarp) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(begin) + line * kLine));
-  }
-#endif
-}
-template <typename Storage>
-__device__ __forceinline__ void prefetch_whole(const Storage* group) {
-  prefetch_bytes<static_cast<int>(kSuperBlock * sizeof(Storage))>(group);
-}
-
 enum class Input {
   kTensor,  // x, to which delta is added where it is given
   kSave,    // the same, and the sum is quantised
@@ -149,7 +130,7 @@ enum class Input {
 
 /// y = norm(input). delta and rstd may be null; weight is null for LayerNorm.
 /// code: the path of the packed tensor (group_codec.cuh); of no account for Input::kTensor.
-/// kWhole: has_whole_nf4_groups, everything is aligned, and a block is one team.
+/// kWhole: Input::kSave, RMSNorm, has_whole_nf4_groups, everything is aligned, and a block is one team.
 template <typename Storage, Input kInput, Code code, bool kWhole>
 __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                ? 2
                                             : kWhole || kInput == Input::kSaved ? 4
@@ -169,16 +150,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
   const std::int64_t offset = group.row * shape.width;
 
   GroupValues values;
-  if constexpr (kInput == Input::kSaved && kWhole) {
-    WholeNf4Group packed;
-    packed.load(group);
-    const float level = group_detail::level_of_lane<Code::kNf4>();
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) packed.decode(chunk, level, values[chunk]);
-  } else if constexpr (kInput == Input::kSaved) {
+  PackedGroup<Storage> packed;  // of x, or of the sum
+  if constexpr (kInput == Input::kSaved) {
     decode_group<code>(view, group, values);
   } else {
-    PackedGroup<Storage> packed;
     load_packed_group(group, x + offset, aligned, packed);
     if (delta != nullptr) {
       PackedGroup<Storage> added;
@@ -203,12 +178,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
   const auto encode = [&](const GroupValues& sums) {
     if constexpr (kInput == Input::kSave) {
       LaneCounts counts;
-      if (active) encode_group<code>(view, group, sums, key, counts);
+      if constexpr (kWhole) {
+        const WholeGroups::Place in_planes{
+            static_cast<std::uint32_t>(row) * view.groups_per_row() + place.group,
+            offset + group.column, static_cast<int>(kSuperBlock)};
+        WholeNf4Encoder(view).encode(packed, in_planes, x + in_planes.element, counts);
+      } else if (active) {
+        encode_group<code>(view, group, sums, key, counts);
+      }
       counts.add_to(counters);
     }
   };
 
-  if (shape.layer_norm) {
+  if (!kWhole && shape.layer_norm) {
     encode(values);  // before they are centred
     leave(sum_of(values), mean_slots);
     __syncthreads();
@@ -221,13 +203,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
     for (int i = 0; i < kVector; ++i) squares = fmaf(values[chunk][i], values[chunk][i], squares);
   }
   leave(squares, square_slots);
-  if (!shape.layer_norm) encode(values);  // while other warps arrive
+  if (kWhole || !shape.layer_norm) encode(values);  // while other warps arrive
   __syncthreads();
   const float mean_square = collect(shape, place, square_slots) * shape.inverse_width;
   const float r = rsqrtf(mean_square + shape.epsilon);
   if (active && rstd != nullptr && place.group == 0 && threadIdx.x % kWarp == 0) rstd[row] = r;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if constexpr (kWhole) widen(packed[chunk], values[chunk]);  // not kept while they were encoded
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[chunk][i] *= r;
     if (weight != nullptr) {
@@ -237,6 +220,51 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
       for (int i = 0; i < kVector; ++i) values[chunk][i] *= w[i];
     }
     store_part(group, y + offset, aligned, chunk, values[chunk]);
+  }
+}
+
+/// y = norm(what the packed tensor decodes to) for RMSNorm where has_whole_nf4_groups and everything is
+/// aligned. A block takes every gridDim-th row: the packed elements of the next are on their way while it
+/// computes one, and the weights stay in registers.
+__global__ void __launch_bounds__(kThreads, kSavedResidentBlocks)
+    whole_forward_saved_kernel(NormRows shape, QuantView view, const Bf16* weight, Bf16* y) {
+  // Two sets, used in turn: as in backward_kernel.
+  __shared__ float slots[2][kMaxGroups];
+  const Place place = place_of_warp(shape);
+  const float level = group_detail::level_of_lane<Code::kNf4>();
+  const std::int64_t in_row = std::int64_t{place.group} * kSuperBlock;
+  PackedGroup<Bf16> weights;
+  load_whole_group(weight + in_row, kSuperBlock, weights);
+  WholeNf4Group next;
+  std::int64_t row = blockIdx.x;
+  if (row < shape.rows) next.load(view, row * shape.width + in_row);
+  for (int turn = 0; row < shape.rows; row += gridDim.x, turn ^= 1) {
+    WholeNf4Group packed = next;
+    packed.resolve();
+    if (row + gridDim.x < shape.rows) {
+      next.load(view, (row + gridDim.x) * shape.width + in_row);
+    }
+    GroupValues values;
+    float squares = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      packed.decode(chunk, level, values[chunk]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) squares = fmaf(values[chunk][i], values[chunk][i], squares);
+    }
+    leave(squares, slots[turn]);
+    __syncthreads();
+    const float mean_square = collect(shape, place, slots[turn]) * shape.inverse_width;
+    const float r = rsqrtf(mean_square + shape.epsilon);
+    Bf16* const out = y + row * shape.width + in_row;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float w[kVector];
+      widen(weights[chunk], w);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[chunk][i] = values[chunk][i] * r * w[i];
+      store_vector(values[chunk], out + vector_begin(chunk));
+    }
   }
 }
 
@@ -349,43 +377,53 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBloc
   if (partials != nullptr) write_partials(shape, view, dw, columns, partials);
 }
 
+/// What a warp of whole_backward_kernel has under way from memory. A lane reads what it copied itself.
+struct NextGroup {
+  uint4 dy[kChunks][kWarp], dx[kChunks][kWarp];
+};
+
 /// The same for RMSNorm where has_whole_nf4_groups, everything is aligned and a block has at most two
 /// teams, which then do not wait for each other. A row is decoded twice, which takes fewer registers
-/// than keeping it, and what the next row needs is on its way to the L2 cache meanwhile.
-template <typename Storage>
+/// than keeping it. As soon as a vector of dy or dx has been used, that of the next row is on its way to
+/// its place.
 __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
-    whole_backward_kernel(NormRows shape, QuantView given_view, const Storage* dy, const Storage* weight,
-                          const float* rstd, Storage* dx, float* partials) {
-  const QuantView view = with_known_layout(given_view);
+    whole_backward_kernel(NormRows shape, QuantView view, const Bf16* dy, const Bf16* weight,
+                          const float* rstd, Bf16* dx, float* partials) {
   __shared__ float slots[2][2][kMaxGroups];  // as in backward_kernel
-  __shared__ __align__(16) float columns[kMaxGroups][kSuperBlock];
+  extern __shared__ __align__(16) std::byte shared[];
+  auto* const next_groups = reinterpret_cast<NextGroup*>(shared);
+  NextGroup& next = next_groups[threadIdx.x / kWarp];
+  const int lane = lane_index();
   const Place place = place_of_warp(shape);
   const float level = group_detail::level_of_lane<Code::kNf4>();
   float dw[kChunks][kVector] = {};
   const std::int64_t step = std::int64_t{gridDim.x} * shape.teams;
-  int turn = 0;
-  for (std::int64_t row = std::int64_t{blockIdx.x} * shape.teams + place.team; row < shape.rows;
-       row += step, turn ^= 1) {
-    Group group = group_of(view, row, static_cast<std::uint32_t>(place.group));
-    group.count = kSuperBlock;
-    const std::int64_t offset = row * shape.width;
-    PackedGroup<Storage> dy_packed;
-    WholeNf4Group x_packed;
-    load_packed_group(group, dy + offset, true, dy_packed);
-    x_packed.load(group);
-    prefetch_whole(dx + offset + group.column);  // wanted after the sums
-    if (row + step < shape.rows) {
-      const std::int64_t next = offset + step * shape.width + group.column;
-      prefetch_whole(dy + next);
-      prefetch_whole(dx + next);
-      prefetch_bytes<static_cast<int>(kSuperBlock) / 2>(group.codes + step * view.row.codes);
+  const std::int64_t in_row = std::int64_t{place.group} * kSuperBlock;
+  std::int64_t row = std::int64_t{blockIdx.x} * shape.teams + place.team;
+  WholeNf4Group next_x;
+  if (row < shape.rows) {
+    const std::int64_t element = row * shape.width + in_row;
+    next_x.load(view, element);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      copy_async(dy + element + vector_begin(chunk), &next.dy[chunk][lane]);
+      copy_async(dx + element + vector_begin(chunk), &next.dx[chunk][lane]);
     }
+  }
+  for (int turn = 0; row < shape.rows; row += step, turn ^= 1) {
+    const std::int64_t element = row * shape.width + in_row;
+    const std::int64_t of_next = element + step * shape.width;
+    const bool more = row + step < shape.rows;
+    WholeNf4Group x_packed = next_x;
+    x_packed.resolve();
+    if (more) next_x.load(view, of_next);
+    wait_for_copies();
     float squares = 0.0f, products = 0.0f;  // of x, of g x
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float x[kVector], g[kVector], w[kVector];
-      widen(dy_packed[chunk], g);
-      load_part(group, weight, true, chunk, w);
+      widen(packed_of(next.dy[chunk][lane]), g);
+      load_vector(weight + in_row + vector_begin(chunk), w);
       x_packed.decode(chunk, level, x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -407,9 +445,13 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float x[kVector], g[kVector], w[kVector], out[kVector];
-      widen(dy_packed[chunk], g);
-      load_part(group, dx + offset, true, chunk, out);
-      load_part(group, weight, true, chunk, w);
+      widen(packed_of(next.dy[chunk][lane]), g);
+      widen(packed_of(next.dx[chunk][lane]), out);
+      if (more) {
+        copy_async(dy + of_next + vector_begin(chunk), &next.dy[chunk][lane]);
+        copy_async(dx + of_next + vector_begin(chunk), &next.dx[chunk][lane]);
+      }
+      load_vector(weight + in_row + vector_begin(chunk), w);
       x_packed.decode(chunk, level, x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -417,10 +459,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
         dw[chunk][i] = fmaf(g[i], normalised, dw[chunk][i]);
         out[i] = fmaf(r, fmaf(-normalised, mean_product, g[i] * w[i]), out[i]);
       }
-      store_part(group, dx + offset, true, chunk, out);
+      store_vector(out, dx + element + vector_begin(chunk));
     }
   }
-  write_partials(shape, view, dw, columns, partials);
+  __syncthreads();  // nothing is under way: the same memory adds up the teams
+  write_partials(shape, view, dw, *reinterpret_cast<float(*)[kMaxGroups][kSuperBlock]>(shared),
+                 partials);
 }
 
 /// dweight += the sum of the partial rows. A block takes 32 columns; warp w adds rows w, w + 16, ...,
@@ -559,10 +603,18 @@ void launch_forward(const Context& context, const NormRows& shape, const QuantVi
         y.as<Storage>(), data_of<float>(rstd), aligned, mixed_key(key), data_of<std::int64_t>(counters));
   };
   if constexpr (kInput != Input::kTensor && code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
-    if (aligned && has_whole_nf4_groups(view)) {
+    if (aligned && has_whole_nf4_groups(view) && !shape.layer_norm) {
       NormRows one_team = shape;
       one_team.teams = 1;
-      return launch(forward_kernel<Storage, kInput, code, true>, one_team);
+      if constexpr (kInput == Input::kSave) {
+        return launch(forward_kernel<Storage, kInput, code, true>, one_team);
+      } else {
+        const int resident = kSavedResidentBlocks * kThreads / static_cast<int>(one_team.threads());
+        whole_forward_saved_kernel<<<grid_blocks(shape.rows, resident), one_team.threads(), 0,
+                                     stream_of(context.stream)>>>(one_team, view, weight.as<Bf16>(),
+                                                                  y.as<Bf16>());
+        return;
+      }
     }
   }
   launch(forward_kernel<Storage, kInput, code, false>, shape);
@@ -599,9 +651,14 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
       const bool aligned = all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx});
       if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
         if (aligned && has_whole_nf4_groups(view) && !shape.layer_norm && shape.teams <= 2) {
-          whole_backward_kernel<Storage><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
-              shape, view, dy.as<Storage>(), weight.as<Storage>(), data_of<float>(rstd),
-              dx.as<Storage>(), partials.as<float>());
+          constexpr int kBytes = kMaxGroups * static_cast<int>(
+              std::max(sizeof(NextGroup), kSuperBlock * sizeof(float)));
+          expect_success(cudaFuncSetAttribute(whole_backward_kernel,
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                         "norm_backward");
+          whole_backward_kernel<<<blocks, shape.threads(), kBytes, stream_of(context.stream)>>>(
+              shape, view, dy.as<Bf16>(), weight.as<Bf16>(), data_of<float>(rstd), dx.as<Bf16>(),
+              partials.as<float>());
           return;
         }
       }

@@ -19,6 +19,7 @@ constexpr int kBlocksPerMultiprocessor = 8;
 // Keeps registers at 80: 24 warps, which hold more loads in flight than copy speed needs. The dynamic
 // map would spill when accumulated, and gets 128.
 constexpr int kResidentBlocks = 3;
+constexpr int kWholeResidentBlocks = 4;  // 64 registers
 
 unsigned blocks_for(const QuantView& view) {
   constexpr std::int64_t kWarps = kThreads / kWarp;
@@ -49,14 +50,19 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 }
 
 /// quantize where has_whole_nf4_blocks and the source is aligned.
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    whole_quantize_kernel(const Bf16* source, QuantView given_view, std::int64_t* counters) {
-  const QuantView view = with_known_layout(given_view);
-  const float midpoint = group_detail::midpoint_of_lane<Code::kNf4>();
+__global__ void __launch_bounds__(kThreads, kWholeResidentBlocks)
+    whole_quantize_kernel(const Bf16* source, QuantView view, WholeGroups groups,
+                          std::int64_t* counters) {
+  const WholeNf4Encoder encoder(view);
   LaneCounts counts;
-  for_each_group(view, [&](const Group& group) {
-    encode_whole_nf4_group(view, group, source + group.row * view.row_length, midpoint, counts);
-  });
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+       index < groups.count; index += step) {
+    const WholeGroups::Place place = groups.place(static_cast<std::uint32_t>(index));
+    PackedGroup<Bf16> x;
+    load_whole_group(source + place.element, place.count, x);
+    encoder.encode(x, place, source + place.element, counts);
+  }
   counts.add_to(counters);
 }
 
@@ -182,6 +188,38 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
   }
 }
 
+constexpr int kDecodingBlocks = 5;  // 48 registers
+/// dequantize where has_whole_nf4_blocks and the destination is aligned. What is packed of the next group
+/// is on its way while one is decoded.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, kDecodingBlocks)
+    whole_dequantize_kernel(QuantView view, WholeGroups groups, Storage* destination) {
+  const float level = group_detail::level_of_lane<Code::kNf4>();
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+  WholeGroups::Place next_place{};
+  WholeNf4Group next;
+  const auto start = [&](std::uint64_t group) {
+    next_place = groups.place(static_cast<std::uint32_t>(group));
+    next.load(view, next_place);
+  };
+  if (index < groups.count) start(index);
+  for (; index < groups.count; index += step) {
+    const WholeGroups::Place place = next_place;
+    WholeNf4Group packed = next;
+    packed.resolve();
+    if (index + step < groups.count) start(index + step);
+    Storage* const to = destination + place.element;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kWarp * kVector >= place.count) break;  // the whole warp
+      float x[kVector];
+      packed.decode(chunk, level, x);
+      if (vector_begin(chunk) < place.count) store_vector(x, to + vector_begin(chunk));
+    }
+  }
+}
+
 // The path that all formats share, for quantize and accumulate and for either element type: it is large,
 // and compiled once.
 struct SharedSource {
@@ -270,7 +308,7 @@ void CudaBackend::quantize(const Context& context, const Tensor& source, const Q
           if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
             if (has_whole_nf4_blocks(view) && vector_aligned<Bf16>(source.data, view.segment_length)) {
               whole_quantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-                  source.as<Bf16>(), view, counters_of(counters));
+                  source.as<Bf16>(), view, whole_groups(view), counters_of(counters));
               return;
             }
           }
@@ -290,6 +328,14 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   if (context.workspace.is_measuring() || destination.count() == 0) return;
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
+    if (has_whole_nf4_blocks(view) && vector_aligned<Storage>(destination.data, view.segment_length)) {
+      const unsigned blocks =
+          grid_blocks((std::int64_t{view.groups} + kThreads / kWarp - 1) / (kThreads / kWarp),
+                      2 * kDecodingBlocks);
+      whole_dequantize_kernel<<<blocks, kThreads, 0, stream_of(context.stream)>>>(
+          view, whole_groups(view), destination.as<Storage>());
+      return;
+    }
     const std::int64_t chunks = destination.count() / kFlatChunk;
     if (view.path == Code::kNf4 && view.scale == ScaleType::kTwoLevel &&
         chunks < std::int64_t{1} << 32 && view.aligned &&

@@ -39,6 +39,31 @@ struct Pairs {
   bool aligned;
 };
 
+/// The pairs of a tensor of whole nf4 blocks.
+struct WholePairs {
+  WholeGroups groups;        // of gate_up
+  std::int64_t width;        // I
+  std::uint32_t in_row;      // half the groups of a row of gate_up
+  std::uint32_t reciprocal;  // of in_row
+  std::uint32_t count;
+
+  struct Places {
+    WholeGroups::Place gate, up;
+    std::int64_t hidden;  // the number of the first element in the tensor `hidden`
+  };
+  __device__ __forceinline__ Places places(std::uint32_t pair) const {
+    std::uint32_t row = __umulhi(pair, reciprocal);  // the quotient, or one less
+    if (pair - row * in_row >= in_row) ++row;
+    const WholeGroups::Place gate = groups.place(pair + row * in_row);
+    return {gate,
+            {gate.group + in_row, gate.element + width, gate.count},
+            gate.element - row * width};
+  }
+};
+WholePairs whole_pairs(const QuantView& view, const Pairs& pairs) {
+  return {whole_groups(view), pairs.width, pairs.in_row, reciprocal_of(pairs.in_row), pairs.count};
+}
+
 /// Calls visit(gate, up) with the groups of each pair that the warp owns.
 template <typename Visit>
 __device__ __forceinline__ void for_each_pair(const QuantView& view, const Pairs& pairs, Visit visit) {
@@ -89,43 +114,42 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
   if constexpr (kSave) counts.add_to(counters);
 }
 
-/// hidden from gate_up, which is quantised, where has_whole_nf4_blocks and everything is aligned. Groups
-/// are read again to be encoded, out of the L1 cache: the registers that would keep them are worth more
-/// as warps.
+/// hidden from gate_up, which is quantised, where has_whole_nf4_blocks and everything is aligned.
 __global__ void __launch_bounds__(kThreads, 3)
-    whole_forward_kernel(QuantView given_view, Pairs pairs, const Bf16* gate_up, Bf16* hidden,
+    whole_forward_kernel(QuantView view, WholePairs pairs, const Bf16* gate_up, Bf16* hidden,
                          std::int64_t* counters) {
-  const QuantView view = with_known_layout(given_view);
-  const float midpoint = group_detail::midpoint_of_lane<Code::kNf4>();
+  const WholeNf4Encoder encoder(view);
+  const int begin = lane_index() * kVector;
   LaneCounts counts;
-  for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
-    const Bf16* const row = gate_up + gate.row * 2 * pairs.width;
-    Bf16* const out = hidden + gate.row * pairs.width + gate.column;
-    PackedGroup<Bf16> g_packed, u_packed;
+  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < pairs.count;
+       index += step) {
+    const WholePairs::Places places = pairs.places(static_cast<std::uint32_t>(index));
+    PackedGroup<Bf16> packed, u_packed;
+    load_whole_group(gate_up + places.gate.element, places.gate.count, packed);
+    load_whole_group(gate_up + places.up.element, places.gate.count, u_packed);
+    Bf16* const out = hidden + places.hidden + begin;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      g_packed[chunk] = {}, u_packed[chunk] = {};
-      if (!holds(gate, chunk)) continue;
-      load_packed(row + gate.column + vector_begin(chunk), g_packed[chunk]);
-      load_packed(row + up.column + vector_begin(chunk), u_packed[chunk]);
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (!any_holds(gate, chunk)) break;
+      if (chunk * kWarp * kVector >= places.gate.count) break;  // the whole warp
       float g[kVector], u[kVector];
-      widen(g_packed[chunk], g);
+      widen(packed[chunk], g);
       widen(u_packed[chunk], u);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) g[i] = g[i] * sigmoid(g[i]) * u[i];
-      if (holds(gate, chunk)) store_vector(g, out + vector_begin(chunk));
+      if (chunk * kWarp * kVector + begin < places.gate.count) {
+        store_vector(g, out + chunk * kWarp * kVector);
+      }
     }
-    Group group = gate;
+    WholeGroups::Place place = places.gate;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {  // one copy of the encoder's code for both
-      encode_whole_nf4_group(view, group, row, midpoint, counts);
-      group = up;
+      encoder.encode(packed, place, gate_up + place.element, counts);
+      place = places.up;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) packed[chunk] = u_packed[chunk];
     }
-  });
+  }
   counts.add_to(counters);
 }
 
@@ -252,7 +276,7 @@ void launch_forward(std::string_view operation, const Context& context, const Te
         if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
           if (pairs.aligned && has_whole_nf4_blocks(view)) {
             whole_forward_kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-                view, pairs, gate_up.as<Bf16>(), hidden.as<Bf16>(), counted);
+                view, whole_pairs(view, pairs), gate_up.as<Bf16>(), hidden.as<Bf16>(), counted);
             return;
           }
         }
