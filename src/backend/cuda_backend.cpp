@@ -15,9 +15,7 @@ constexpr const char* kBuiltModule = AGOQ_CUDA_MODULE;
 constexpr const char* kBuiltModule = "";
 #endif
 
-std::string path_of_module() {
-  return module_path("libagoq_cuda.so", "AGOQ_CUDA_MODULE", kBuiltModule);
-}
+std::string path_of_module() { return module_path("libagoq_cuda.so", "AGOQ_CUDA_MODULE", kBuiltModule); }
 
 void* open() {
   const std::string path = path_of_module();

@@ -7,8 +7,11 @@
 #include <random>
 #include <thread>
 
+#include "backend/backend.h"
 #include "checkpoint/durable_file.h"
+#include "checkpoint/hugging_face.h"
 #include "comm/together.h"
+#include "core/checksum.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -93,7 +96,24 @@ std::vector<RankFact> facts_of_data(const Dataset& data) {
   return {{"the text at data.paths", data.fingerprint()}};
 }
 
-void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts) {
+std::vector<RankFact> facts_of_weights(const Context& context, const std::vector<Parameter>& parameters,
+                                       const std::vector<Tensor>& weights) {
+  std::vector<RankFact> facts;
+  std::vector<std::byte> piece;
+  for (std::size_t p = 0; p < weights.size(); ++p) {
+    std::uint32_t sum = 0;
+    for (std::size_t first = 0; first < weights[p].bytes(); first += kTransferBytes) {
+      piece.resize(std::min(kTransferBytes, weights[p].bytes() - first));
+      context.backend.read(context, weights[p].data + first, piece.data(), piece.size());
+      sum = checksum(piece.data(), piece.size(), sum);
+    }
+    facts.emplace_back("the checksum of the weight " + parameters[p].name, fmt::format("{:08x}", sum));
+  }
+  return facts;
+}
+
+void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts,
+                      const std::string& advice) {
   const Patience patience(ranks);  // some may still read their text
   const std::vector<std::string> of_ranks = ranks.gather_texts(packed(facts));
   // All compare, and come to the same end: rank 0's facts are those that count.
@@ -104,10 +124,9 @@ void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts) {
   std::string more;
   if (found.size() > 1) more = fmt::format(", and {} more differences", found.size() - 1);
   fail_on_all(
-      ranks,
-      fmt::format("the ranks do not agree: {}{}; start all of them with the same program, "
-                  "configuration and data",
-                  found.empty() ? "some know settings that rank 0 does not" : found.front(), more));
+      ranks, fmt::format("the ranks do not agree: {}{}; {}",
+                         found.empty() ? "some know settings that rank 0 does not" : found.front(), more,
+                         advice));
 }
 
 void expect_shared(Communicator& ranks, const std::string& directory) {

@@ -17,6 +17,7 @@
 #include "comm/together.h"
 #include "core/error.h"
 #include "core/version.h"
+#include "train/rank_agreement.h"
 #include "train/trainer.h"
 
 namespace agoq {
@@ -207,6 +208,14 @@ void RunDirectory::save(const RunConfig& config, Trainer& trainer, std::int64_t 
   const HuggingFaceConfig described = hugging_face_config(config);
   const TrainingSubject subject{described, trainer.model().parameters(), trainer.model().weights(),
                                 trainer.optimizer(), config.gradients.format};
+  if (trainer.ranks().size() > 1) {
+    // Each writes a part of the weights: parts of models that have drifted apart would make none.
+    expect_agreement(
+        trainer.ranks(),
+        facts_of_weights(trainer.context(), trainer.model().parameters(), trainer.model().weights()),
+        "a device or a link between them has failed: go on from the last checkpoint, with "
+        "--resume, on other ones");
+  }
   write_checkpoint(trainer.context(), trainer.ranks(), checkpoints_of(path_), subject,
                    {trainer.step(), next_sequence, config.run.seed, config.data.seed},
                    config.checkpoint.keep, kVersion);

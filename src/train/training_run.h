@@ -55,8 +55,8 @@ struct RunOptions {
 /// (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with the
 /// step, the operation and the last checkpoint named. Collective; the summary's bytes are rank 0's own.
 ///
-/// Of several ranks, one that dies, stands still or fails ends them all with one line (comm/rank_watch.h):
-/// this process then ends in here, with the error's exit status.
+/// Of several ranks, one that dies, stands still or fails ends them all with one line
+/// (comm/rank_watch.h): this process then ends in here, with the error's exit status.
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options);
 
 /// summary.json of a run directory; throws Error (kInput) if the run did not finish.

@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "ranks/ranks.h"
+#include "train/rank_agreement.h"
 #include "train/run_plan.h"
 #include "train/trainer.h"
 
@@ -183,6 +184,28 @@ RunConfig agoq_config() {
   config.optimizer.moments_8bit = true;
   config.gradients.format = kE4m3;
   return config;
+}
+
+TEST(DataParallel, WeightsThatDriftApartAreNamed) {
+  if (ranks().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  RankRun run(fp32_config(), ranks());
+  const auto agree = [&] {
+    expect_agreement(ranks(), facts_of_weights(run.trainer.context(), run.trainer.model().parameters(),
+                                               run.trainer.model().weights()));
+  };
+  agree();
+  if (ranks().rank() == 1) run.trainer.model().weights()[3].as<float>()[5] += 1e-6f;
+  std::string text;
+  try {
+    agree();
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  const std::string expected = "the weight " + run.trainer.model().parameters()[3].name + " is ";
+  if (ranks().rank() == 0) {
+    EXPECT_NE(text.find(expected), std::string::npos) << text;
+    EXPECT_NE(text.find("on rank 1"), std::string::npos) << text;
+  }
 }
 
 TEST(DataParallel, RanksHaveTheSameWeightsAfterASteadyRun) { after_steps(agoq_config(), steps()); }
