@@ -5,20 +5,23 @@ namespace {
 
 // One H200, CUDA 13.0, 16,384 tokens.
 constexpr InstructionCounts kHopper[] = {
-    {"residual_norm_forward", 572727296, 5.643e+07, 2.084e+07, 1.781e+07, 1.168e+07, 3.932e+05, 1.127e+07},
+    {"residual_norm_forward", 572727296, 5.643e+07, 2.084e+07, 1.781e+07, 1.168e+07, 3.932e+05,
+     1.127e+07},
     {"norm_forward_saved", 170008576, 2.262e+07, 6.678e+06, 3.56e+06, 6.648e+06, 7.504e+04, 5.296e+06},
     {"norm_backward_saved", 438476800, 5.903e+07, 2.058e+07, 1.066e+07, 1.617e+07, 7.187e+04, 1.799e+07},
-    {"swiglu_forward_save", 1659895808, 3.488e+08, 1.259e+08, 9.729e+07, 6.427e+07, 1.783e+07, 4.179e+07},
-    {"swiglu_backward_saved", 2129657856, 2.517e+08, 7.725e+07, 4.957e+07, 6.528e+07, 1.839e+07, 4.845e+07},
+    {"swiglu_forward_save", 1659895808, 3.488e+08, 1.259e+08, 9.729e+07, 6.427e+07, 1.783e+07,
+     4.179e+07},
+    {"swiglu_backward_saved", 2129657856, 2.517e+08, 7.725e+07, 4.957e+07, 6.528e+07, 1.839e+07,
+     4.845e+07},
     {"quantize", 170000384, 3.083e+07, 1.337e+07, 8.527e+06, 4.754e+06, 1.311e+05, 4.344e+06},
     {"dequantize", 170000384, 1.729e+07, 7.611e+06, 2.605e+06, 1.817e+06, 0, 3.954e+06},
     {"accumulate", 355991552, 4.564e+07, 1.718e+07, 1.201e+07, 6.062e+06, 4.588e+05, 6.246e+06},
-    {"adamw_update", 769392640, 1.718e+08, 3.948e+07, 5.482e+07, 3.895e+07, 5.518e+06, 2.56e+07},
+    {"adamw_update", 769392640, 1.745e+08, 3.898e+07, 5.795e+07, 3.826e+07, 5.518e+06, 3.277e+07},
     {"sum_of_squares", 60555272, 1.018e+07, 3.711e+06, 2.677e+06, 1.753e+06, 3.932e+05, 8.735e+05},
     {"rope", 343998464, 2.159e+07, 8.225e+06, 5.539e+06, 4.291e+06, 9.83e+04, 9.467e+06},
     {"embedding_forward", 260308992, 2.884e+06, 1.016e+06, 8.192e+05, 0, 0, 2.393e+06},
     {"embedding_backward", 264247296, 6.488e+07, 2.316e+07, 1.776e+07, 7.418e+06, 1.281e+06, 5.537e+06},
-    {"cross_entropy", 1576034304, 1.903e+08, 5.209e+07, 3.67e+07, 3.135e+07, 1.771e+07, 4.093e+07},
+    {"cross_entropy", 1576034304, 2.261e+08, 5.727e+07, 4.275e+07, 3.228e+07, 1.784e+07, 4.484e+07},
 };
 
 }  // namespace
@@ -32,9 +35,12 @@ std::optional<InstructionBound> instruction_bound(std::string_view operation, st
     const double scale = static_cast<double>(bytes) / static_cast<double>(counts.bytes) / per_second;
     // A warp has 32 lanes: cycles for which an instruction occupies what takes it.
     const InstructionBound bounds[] = {
-        {counts.issued * scale, "issue"},       {2 * counts.alu * scale, "alu"},
-        {2 * counts.fma_heavy * scale, "fma"},  {2 * counts.fma_lite * scale, "fma"},
-        {8 * counts.xu * scale, "xu"},          {kSchedulers * counts.wavefronts * scale, "shared memory"},
+        {counts.issued * scale, "issue"},
+        {2 * counts.alu * scale, "alu"},
+        {2 * counts.fma_heavy * scale, "fma"},
+        {2 * counts.fma_lite * scale, "fma"},
+        {8 * counts.xu * scale, "xu"},
+        {kSchedulers * counts.wavefronts * scale, "shared memory"},
     };
     InstructionBound largest = bounds[0];
     for (const InstructionBound& bound : bounds) {

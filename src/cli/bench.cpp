@@ -65,20 +65,21 @@ void print_table(const Backend& backend, const KernelSizes& sizes,
   bool counted = false;
   for (const KernelTime& kernel : times) {
     counted = counted || kernel.instructions;
-    table.add_row(
-        {kernel.name, format_bytes(kernel.bytes), fmt::format("{:.1f}", 1e6 * kernel.seconds),
-         fmt::format("{:.1f}", 1e-9 * kernel.bytes_per_second()),
-         fmt::format("{:.1f} %", 100 * share_of_copy(kernel, copy)),
-         kernel.clock > 0 ? fmt::format("{:.2f}", 1e-9 * kernel.clock) : "",
-         kernel.instructions ? fmt::format("{:.1f}", 1e6 * kernel.instructions->seconds) : "",
-         bound_by(kernel, copy),
-         fmt::format("{:.1f} %", 100 * bound_seconds(kernel, copy) / kernel.seconds), kernel.operands});
+    table.add_row({kernel.name, format_bytes(kernel.bytes), fmt::format("{:.1f}", 1e6 * kernel.seconds),
+                   fmt::format("{:.1f}", 1e-9 * kernel.bytes_per_second()),
+                   fmt::format("{:.1f} %", 100 * share_of_copy(kernel, copy)),
+                   kernel.clock > 0 ? fmt::format("{:.2f}", 1e-9 * kernel.clock) : "",
+                   kernel.instructions ? fmt::format("{:.1f}", 1e6 * kernel.instructions->seconds) : "",
+                   bound_by(kernel, copy),
+                   fmt::format("{:.1f} %", 100 * bound_seconds(kernel, copy) / kernel.seconds),
+                   kernel.operands});
   }
   fmt::print(
       "{}\n{}, {} tokens, sizes of LLaMA3-8B. Each byte is counted once per read and once per write;\n"
       "times are medians. The copy is the ceiling{}.\n",
       table.to_string(), backend.description(), format_count(sizes.tokens),
-      counted ? ", and what the multiprocessors need for the instructions at the clock they ran at" : "");
+      counted ? ", and what the multiprocessors need for the instructions at the clock they ran at"
+              : "");
 }
 
 void print_json(const Backend& backend, const KernelSizes& sizes, const std::vector<KernelTime>& times) {
