@@ -74,8 +74,9 @@ TEST(KernelBenchmark, TimesOneOperationBesideTheCopy) {
 }
 
 TEST(KernelBenchmark, IsBoundByTheCopyWithoutInstructionCounts) {
-  KernelTime copy{.name = "copy", .bytes = 1000, .seconds = 1e-6};
-  KernelTime kernel{.name = "rope", .bytes = 500, .seconds = 2e-6};
+  KernelTime copy, kernel;
+  copy.bytes = 1000, copy.seconds = 1e-6;
+  kernel.bytes = 500, kernel.seconds = 2e-6;
   EXPECT_DOUBLE_EQ(bound_seconds(kernel, copy), .5e-6);
   kernel.instructions = InstructionBound{.25e-6, "issue"};
   EXPECT_DOUBLE_EQ(bound_seconds(kernel, copy), .5e-6);
