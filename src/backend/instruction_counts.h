@@ -1,10 +1,11 @@
 // How many instructions the memory-bound operations execute on a Hopper GPU (sm_90a): what their
 // instruction bound is computed from.
 //
-// A multiprocessor has four schedulers. Each issues one instruction of a warp per cycle; a pipe takes one
-// every few cycles, its width being less than a warp's 32 lanes; and the multiprocessor's one memory pipe
-// moves one wavefront, up to 128 bytes that lie in different banks, per cycle. An operation is not done
-// before its schedulers have issued what it executes, nor before the busiest of these has taken its part:
+// A multiprocessor has four schedulers. Each issues one instruction of a warp per cycle; a pipe takes
+// one every few cycles, its width being less than a warp's 32 lanes; and the multiprocessor's one memory
+// pipe moves one wavefront, up to 128 bytes that lie in different banks, per cycle. An operation is not
+// done before its schedulers have issued what it executes, nor before the busiest of these has taken its
+// part:
 //
 //   seconds = max over the resources of (count * cycles) / (schedulers * multiprocessors * clock)
 //

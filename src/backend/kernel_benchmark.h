@@ -50,8 +50,8 @@ double bound_seconds(const KernelTime& kernel, const KernelTime& copy);
 
 /// Times of all operations; the first is the plain copy. Each is the median of `repeats` timings after a
 /// warm-up. Memory is taken from the backend's allocator, as much as the largest operation needs.
-/// meter: of the backend's GPU, or null. `only`: the name of an operation, measured alone beside the copy;
-/// a profiler sees one call of each set of its operands.
+/// meter: of the backend's GPU, or null. `only`: the name of an operation, measured alone beside the
+/// copy; a profiler sees one call of each set of its operands.
 std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats = 9,
                                         InstructionMeter* meter = nullptr, const std::string& only = "");
 

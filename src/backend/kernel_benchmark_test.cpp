@@ -65,6 +65,52 @@ TEST(KernelBenchmark, CountsEachByteOnce) {
   EXPECT_EQ(bytes_of("rope"), 32 * (2 * 6 * 16 * 2 + 8 * 2 * 4 + 4));
 }
 
+TEST(KernelBenchmark, TimesOneOperationBesideTheCopy) {
+  const std::vector<KernelTime> times = measure_kernels(cpu_backend(), kSmall, 1, nullptr, "rope");
+  ASSERT_EQ(times.size(), 2u);
+  EXPECT_EQ(times[0].name, "copy");
+  EXPECT_EQ(times[1].name, "rope");
+  EXPECT_THROW(measure_kernels(cpu_backend(), kSmall, 1, nullptr, "ropes"), Error);
+}
+
+TEST(KernelBenchmark, IsBoundByTheCopyWithoutInstructionCounts) {
+  KernelTime copy, kernel;
+  copy.bytes = 1000, copy.seconds = 1e-6;
+  kernel.bytes = 500, kernel.seconds = 2e-6;
+  EXPECT_DOUBLE_EQ(bound_seconds(kernel, copy), .5e-6);
+  kernel.instructions = InstructionBound{.25e-6, "issue"};
+  EXPECT_DOUBLE_EQ(bound_seconds(kernel, copy), .5e-6);
+  kernel.instructions = InstructionBound{.75e-6, "issue"};
+  EXPECT_DOUBLE_EQ(bound_seconds(kernel, copy), .75e-6);
+}
+
+TEST(InstructionBound, IsKnownForEveryOperation) {
+  for (const KernelTime& time : measure_kernels(cpu_backend(), kSmall, 1)) {
+    EXPECT_EQ(instruction_bound(time.name, time.bytes, 132, 1.9e9).has_value(), time.name != "copy")
+        << time.name;
+  }
+}
+
+TEST(InstructionBound, GrowsWithTheBytesAndFallsWithTheClock) {
+  const std::int64_t bytes = 769392640;
+  const auto bound = instruction_bound("adamw_update", bytes, 132, 2e9);
+  ASSERT_TRUE(bound);
+  // 174.5 million instructions, one per cycle from each of 528 schedulers.
+  EXPECT_NEAR(bound->seconds, 174.5e6 / (528 * 2e9), 1e-9);
+  EXPECT_EQ(bound->by, "issue");
+  EXPECT_DOUBLE_EQ(instruction_bound("adamw_update", 2 * bytes, 132, 2e9)->seconds, 2 * bound->seconds);
+  EXPECT_DOUBLE_EQ(instruction_bound("adamw_update", bytes, 132, 1e9)->seconds, 2 * bound->seconds);
+  EXPECT_DOUBLE_EQ(instruction_bound("adamw_update", bytes, 66, 2e9)->seconds, 2 * bound->seconds);
+}
+
+TEST(InstructionBound, IsThatOfTheBusiestResource) {
+  // 9.467 million wavefronts, one per cycle and multiprocessor, against 21.59 million instructions.
+  const auto bound = instruction_bound("rope", 343998464, 132, 2e9);
+  ASSERT_TRUE(bound);
+  EXPECT_EQ(bound->by, "shared memory");
+  EXPECT_NEAR(bound->seconds, 9.467e6 / (132 * 2e9), 1e-9);
+}
+
 TEST(KernelBenchmark, RefusesNoTokens) {
   KernelSizes sizes = kSmall;
   sizes.tokens = 0;

@@ -212,7 +212,7 @@ struct Weights {
     } else {
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
-        if constexpr (kind == MasterKind::kRemainder) {  // join_master, two at a time
+        if constexpr (kind == MasterKind::kRemainder) {                 // join_master, two at a time
           const std::uint32_t remainders = words[4 + i] ^ 0x80008000u;  // each plus 0x8000
           master[2 * i] = __uint_as_float(__byte_perm(remainders, words[i], 0x5410) - 0x8000u);
           master[2 * i + 1] = __uint_as_float(__byte_perm(remainders, words[i], 0x7632) - 0x8000u);
@@ -385,14 +385,15 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 // the tensor is one segment. Chunk c of the tensor is block c of either moment, its element i is element
 // i of every code plane, and both maps are read from shared memory.
 
-// Encoding by one lookup, of y 2^-102: then 2^-24 is the smallest normal number, and what is below, whose
-// code is that of zero, falls into the first bins. A bin is the numbers that share sign, exponent and
-// upper seven fraction bits: so narrow that at most one border between codes lies in it. Its entry is
+// Encoding by one lookup, of y 2^-102: then 2^-24 is the smallest normal number, and what is below,
+// whose code is that of zero, falls into the first bins. A bin is the numbers that share sign, exponent
+// and upper seven fraction bits: so narrow that at most one border between codes lies in it. Its entry
+// is
 //   (code of its first number - number of the bin) * 2^16 + (2^16 - border)
-// with `border` the sixteen lower bits from which on the code is the next; 2^16 where there is none. Added
-// to the number, whose sixteen upper bits are those of its bin, it leaves the code in byte 2: the sixteen
-// lower bits carry into it where they reach the border. The entries are made from quant/codec.h itself,
-// once a process.
+// with `border` the sixteen lower bits from which on the code is the next; 2^16 where there is none.
+// Added to the number, whose sixteen upper bits are those of its bin, it leaves the code in byte 2: the
+// sixteen lower bits carry into it where they reach the border. The entries are made from quant/codec.h
+// itself, once a process.
 //
 // For dynamic8, of which magnitudes are looked up, a code is counted from that of zero. In the unsigned
 // map what is not zero has at least code 1, as lift_underflow and the encoder together give it.
@@ -442,7 +443,10 @@ __device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
 }
 __device__ __forceinline__ uint2 load_shared_pair(std::uint32_t address) {
   uint2 words;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(address)
+               : "memory");
   return words;
 }
 __device__ __forceinline__ uint4 load_shared_quad(std::uint32_t address) {
@@ -541,8 +545,8 @@ __device__ __forceinline__ uint2 encode_second(std::uint32_t entries, const floa
 }
 
 /// What a warp has under way from memory while it computes: its next chunk. A lane reads what it copied
-/// itself. (Scales are held in registers: copies of one number to 32 places of shared memory take as many
-/// cycles of it.)
+/// itself. (Scales are held in registers: copies of one number to 32 places of shared memory take as
+/// many cycles of it.)
 struct NextChunk {
   uint2 gradient[kWarp], first[kWarp], second[kWarp];
   uint4 low[kWarp], high[kWarp];  // of the weights
@@ -597,7 +601,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     if constexpr (Held::kHasHigh) copy_async<16>(Held::high_of(operands, place.element), quads + kHigh);
     return place;
   };
-  const std::uint32_t chunks = (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
+  const std::uint32_t chunks =
+      (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
   std::uint32_t number = threadIdx.x / kWarp;
   ChunkCut::Place next_place{};
   NextChunk& own = shared.next[threadIdx.x / kWarp];
@@ -615,8 +620,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     wait_for_copies();
     const uint2 gradient = load_shared_pair(pairs);
     uint2 first = load_shared_pair(pairs + kFirst), second = load_shared_pair(pairs + kSecond);
-    Held::join(load_shared_quad(quads + kLow), Held::kHasHigh ? load_shared_quad(quads + kHigh) : uint4{},
-               p);
+    Held::join(load_shared_quad(quads + kLow),
+               Held::kHasHigh ? load_shared_quad(quads + kHigh) : uint4{}, p);
     const float gradient_scale = place.exists ? next_gradient_scale : 0.0f,
                 first_scale = place.exists ? next_first_scale : 0.0f,
                 second_scale = place.exists ? next_second_scale : 0.0f;
@@ -649,7 +654,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     const float least_plain_second = fmaxf(kLeastPlainSecond, second_absmax * 0x1p-46f);
     bool plain = operands.may_be_plain && in_range;
     if (plain && place.exists) {
-      const float least_gradient = fabsf(gradient_scale * scalars.gradient_scale) * scalars.one_minus_beta1;
+      const float least_gradient =
+          fabsf(gradient_scale * scalars.gradient_scale) * scalars.one_minus_beta1;
       plain = least_second >= __float_as_uint(least_plain_second) &&
               (first_scale == 0.0f || first_scale >= kLeastPlainFirstScale) &&
               (least_gradient == 0.0f || least_gradient >= kLeastPlainGradient);
@@ -657,8 +663,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
         LeastMagnitude firsts_least, seconds_least;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) firsts_least.add(m[i]), seconds_least.add(v[i]);
-        plain = firsts_least.is_at_least(kLeastPlainFirst) &&
-                seconds_least.is_at_least(least_plain_second);
+        plain =
+            firsts_least.is_at_least(kLeastPlainFirst) && seconds_least.is_at_least(least_plain_second);
       }
     }
     if (plain) {
@@ -705,7 +711,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
     second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
     if (place.exists) firsts[vector] = first, seconds[vector] = second;
-    if (lane == 0) first_scales[this_chunk] = new_first_scale, second_scales[this_chunk] = new_second_scale;
+    if (lane == 0)
+      first_scales[this_chunk] = new_first_scale, second_scales[this_chunk] = new_second_scale;
   }
 }
 
@@ -744,6 +751,19 @@ __global__ void __launch_bounds__(kThreads) adamw_any_kernel(const __grid_consta
     group_detail::encode_rarely_used(operands.first, first, &m[0][0], operands.first_key, counts);
     group_detail::encode_rarely_used(operands.second, second, &v[0][0], operands.second_key, counts);
   }
+}
+
+/// Whether a block of this GPU may have the shared memory of adamw_flat_kernel: those of data centres
+/// do, others (sm_86, sm_89, sm_120) go by chunk.
+bool has_room_for_maps() {
+  static const bool has = [] {
+    int index = 0, most = 0;
+    expect_success(cudaGetDevice(&index), "adamw_update");
+    expect_success(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+                   "adamw_update");
+    return most >= static_cast<int>(sizeof(FlatShared));
+  }();
+  return has;
 }
 
 /// What adamw_flat_kernel can do.
@@ -837,7 +857,7 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
                           tensors.first_moment.first_row * tensors.gradient.width()};
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t groups = operands.gradient.groups;
-  if (is_flat(operands)) {
+  if (is_flat(operands) && has_room_for_maps()) {
     // By the moments' blocks, which are the longer ones.
     ChunkCut cut = chunk_cut(operands.first, tensors.weight.count());
     cut.blocks = (cut.segment_length + operands.gradient.block - 1) /

@@ -20,9 +20,9 @@
 //
 // exp(x) is ex2(x log2 e) by the hardware's approximation, of the difference x = logit - m or logit - L:
 // the error is |x| 2^-24 + 2^-22 of a term of size exp(x), so that what is far below the maximum and
-// imprecise does not count. Where a cluster takes a row the difference is logit log2 e - m' or - L' in one
-// rounding, with m' = m log2 e and L' = m' + log2 of the sum relative to it: what m' is rounded by is in
-// the sum as well. Sums are in an order that the launch fixes.
+// imprecise does not count. Where a cluster takes a row the difference is logit log2 e - m' or - L' in
+// one rounding, with m' = m log2 e and L' = m' + log2 of the sum relative to it: what m' is rounded by
+// is in the sum as well. Sums are in an order that the launch fixes.
 #include <algorithm>
 
 #include "backend/cuda/cuda_backend.h"

@@ -109,8 +109,7 @@ inline std::uint32_t reciprocal_of(std::uint32_t divisor) {
 inline WholeGroups whole_groups(const QuantView& view) {
   const bool all = view.segment_length % kSuperBlock == 0;
   const std::uint32_t per_segment = all ? 1 : view.groups_per_segment;
-  return {all ? kSuperBlock : view.segment_length, per_segment, reciprocal_of(per_segment),
-          view.groups};
+  return {all ? kSuperBlock : view.segment_length, per_segment, reciprocal_of(per_segment), view.groups};
 }
 
 /// A lane's share of such a group as it is stored; lane l holds the scale of block l. All lanes of the
@@ -322,8 +321,7 @@ class WholeNf4Encoder {
                                          const Bf16* source, LaneCounts& counts) const {
     const float absmax = absmax_of_block(x);
     // Numbers that are not negative are ordered like their bits, and NaN is above them.
-    const float largest =
-        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(absmax)));
+    const float largest = __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(absmax)));
     // stored_super_scale of a BF16 number: largest / 448, rounded up to BF16. The factor is 1 / 448 less
     // 2^-21 of it, which matters only where the quotient is a BF16 number, and then is rounded up again.
     const std::uint32_t super_bits = (__float_as_uint(largest * 0x1.24924p-9f) + 0xFFFFu) & 0xFFFF0000u;
@@ -333,9 +331,9 @@ class WholeNf4Encoder {
     float scale, unused;
     group_detail::decode_e4m3_pair(code, scale, unused);
     scale *= super;
-    const bool plain = super >= kSmallestScale && super <= 0x1p100f &&
-                       (absmax == 0.0f ||
-                        (scale >= kSmallestScale && absmax <= kSaturationMargin * scale));
+    const bool plain =
+        super >= kSmallestScale && super <= 0x1p100f &&
+        (absmax == 0.0f || (scale >= kSmallestScale && absmax <= kSaturationMargin * scale));
     if (!__all_sync(kWholeWarp, plain)) {
       Group group{};
       group.codes = reinterpret_cast<std::uint8_t*>(codes_ - lane_index()) + (place.element >> 1);
@@ -357,8 +355,8 @@ class WholeNf4Encoder {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kWarp * kVector >= place.count) break;  // the whole warp
       // The lane of the block's four that answers for it in this chunk: see group_codec.cuh.
-      const float of_block = __shfl_sync(kWholeWarp, reciprocal,
-                                         (lane_index() & ~3) | chunk >> 1 | (chunk & 1) << 1);
+      const float of_block =
+          __shfl_sync(kWholeWarp, reciprocal, (lane_index() & ~3) | chunk >> 1 | (chunk & 1) << 1);
       float y[kVector];
       widen(x[chunk], y);
 #pragma unroll

@@ -47,8 +47,8 @@ class Meter : public InstructionMeter {
   double stop(const Stream& stream) override {
     sample(1, stream);
     static Samples taken;
-    expect_success(cudaMemcpyFromSymbolAsync(&taken, samples, sizeof(Samples), 0,
-                                             cudaMemcpyDeviceToHost, stream_of(stream)),
+    expect_success(cudaMemcpyFromSymbolAsync(&taken, samples, sizeof(Samples), 0, cudaMemcpyDeviceToHost,
+                                             stream_of(stream)),
                    "measuring the clock");
     expect_success(cudaStreamSynchronize(stream_of(stream)), "measuring the clock");
     std::vector<double> clocks;
@@ -72,7 +72,8 @@ class Meter : public InstructionMeter {
  private:
   /// Two blocks for each multiprocessor, of which some get one only; most get one.
   static void sample(int which, const Stream& stream) {
-    sample_kernel<<<2 * static_cast<unsigned>(device().multiprocessors), 1, 0, stream_of(stream)>>>(which);
+    sample_kernel<<<2 * static_cast<unsigned>(device().multiprocessors), 1, 0, stream_of(stream)>>>(
+        which);
     expect_launched("measuring the clock");
   }
 };

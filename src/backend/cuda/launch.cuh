@@ -77,7 +77,8 @@ bool vector_aligned(const void* data, std::int64_t piece) {
          piece * static_cast<std::int64_t>(sizeof(Storage)) % 16 == 0 && piece % kVector == 0;
 }
 
-/// Copies kBytes to shared memory, by its 32-bit address; arrived after wait_for_copies by the same thread.
+/// Copies kBytes to shared memory, by its 32-bit address; arrived after wait_for_copies by the same
+/// thread.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(const void* from, std::uint32_t to) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");

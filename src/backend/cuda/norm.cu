@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
       LaneCounts counts;
       if constexpr (kWhole) {
         const WholeGroups::Place in_planes{
-            static_cast<std::uint32_t>(row) * view.groups_per_row() + place.group,
-            offset + group.column, static_cast<int>(kSuperBlock)};
+            static_cast<std::uint32_t>(row) * view.groups_per_row() + place.group, offset + group.column,
+            static_cast<int>(kSuperBlock)};
         WholeNf4Encoder(view).encode(packed, in_planes, x + in_planes.element, counts);
       } else if (active) {
         encode_group<code>(view, group, sums, key, counts);
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
 }
 
 /// y = norm(what the packed tensor decodes to) for RMSNorm where has_whole_nf4_groups and everything is
-/// aligned. A block takes every gridDim-th row: the packed elements of the next are on their way while it
-/// computes one, and the weights stay in registers.
+/// aligned. A block takes every gridDim-th row: the packed elements of the next are on their way while
+/// it computes one, and the weights stay in registers.
 __global__ void __launch_bounds__(kThreads, kSavedResidentBlocks)
     whole_forward_saved_kernel(NormRows shape, QuantView view, const Bf16* weight, Bf16* y) {
   // Two sets, used in turn: as in backward_kernel.
@@ -651,8 +651,8 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
       const bool aligned = all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx});
       if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
         if (aligned && has_whole_nf4_groups(view) && !shape.layer_norm && shape.teams <= 2) {
-          constexpr int kBytes = kMaxGroups * static_cast<int>(
-              std::max(sizeof(NextGroup), kSuperBlock * sizeof(float)));
+          constexpr int kBytes =
+              kMaxGroups * static_cast<int>(std::max(sizeof(NextGroup), kSuperBlock * sizeof(float)));
           expect_success(cudaFuncSetAttribute(whole_backward_kernel,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                          "norm_backward");

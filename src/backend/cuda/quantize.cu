@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, kWholeResidentBlocks)
   const WholeNf4Encoder encoder(view);
   LaneCounts counts;
   const std::uint32_t step = gridDim.x * (kThreads / kWarp);
-  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
-       index < groups.count; index += step) {
+  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < groups.count;
+       index += step) {
     const WholeGroups::Place place = groups.place(static_cast<std::uint32_t>(index));
     PackedGroup<Bf16> x;
     load_whole_group(source + place.element, place.count, x);
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
 }
 
 constexpr int kDecodingBlocks = 5;  // 48 registers
-/// dequantize where has_whole_nf4_blocks and the destination is aligned. What is packed of the next group
-/// is on its way while one is decoded.
+/// dequantize where has_whole_nf4_blocks and the destination is aligned. What is packed of the next
+/// group is on its way while one is decoded.
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kDecodingBlocks)
     whole_dequantize_kernel(QuantView view, WholeGroups groups, Storage* destination) {
@@ -329,9 +329,8 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
     if (has_whole_nf4_blocks(view) && vector_aligned<Storage>(destination.data, view.segment_length)) {
-      const unsigned blocks =
-          grid_blocks((std::int64_t{view.groups} + kThreads / kWarp - 1) / (kThreads / kWarp),
-                      2 * kDecodingBlocks);
+      const unsigned blocks = grid_blocks(
+          (std::int64_t{view.groups} + kThreads / kWarp - 1) / (kThreads / kWarp), 2 * kDecodingBlocks);
       whole_dequantize_kernel<<<blocks, kThreads, 0, stream_of(context.stream)>>>(
           view, whole_groups(view), destination.as<Storage>());
       return;

@@ -55,9 +55,7 @@ struct WholePairs {
     std::uint32_t row = __umulhi(pair, reciprocal);  // the quotient, or one less
     if (pair - row * in_row >= in_row) ++row;
     const WholeGroups::Place gate = groups.place(pair + row * in_row);
-    return {gate,
-            {gate.group + in_row, gate.element + width, gate.count},
-            gate.element - row * width};
+    return {gate, {gate.group + in_row, gate.element + width, gate.count}, gate.element - row * width};
   }
 };
 WholePairs whole_pairs(const QuantView& view, const Pairs& pairs) {
