@@ -342,6 +342,7 @@ Action declare_bench(Arguments& arguments) {
   arguments.option("--repetitions", "N", given->repetitions, "comm: how often each is timed");
   arguments.option("--multiprocessors", "N", given->multiprocessors,
                    "comm: of a GPU, for NCCL's kernels; 0: as many as it chooses");
+  arguments.option("--timeout", "SECONDS", given->timeout, "comm: in which an exchange has to complete");
   arguments.option(
       "--rendezvous", "DIR", given->rendezvous,
       "comm: a directory that all ranks see, for those on GPUs that were started without MPI");
