@@ -19,6 +19,7 @@
 #include <regex>
 #include <string>
 
+#include "core/checksum.h"
 #include "core/temporary_folder.h"
 
 namespace {
@@ -219,6 +220,7 @@ threads = 1
     return files;
   }
   /// Makes the first weights of the newest checkpoint NaN: BF16 with all exponent bits set.
+  /// Makes all weights NaN, in a checkpoint that is otherwise as if they had been trained to that.
   void break_weights() const {
     const std::string file = path("run/checkpoints/step-2/model.safetensors");
     std::string bytes = read_file(file);
@@ -226,6 +228,22 @@ threads = 1
     std::memcpy(&header, bytes.data(), sizeof header);
     for (std::size_t i = 8 + header; i < bytes.size(); ++i) bytes[i] = '\x7F' | '\x80';
     std::ofstream(file, std::ios::binary) << bytes;
+
+    const auto checksum_of = [&](std::size_t begin, std::size_t end) {
+      return fmt::format("{:08x}", agoq::checksum(bytes.data() + begin, end - begin));
+    };
+    const std::string manifest = path("run/checkpoints/step-2/manifest.json");
+    auto listed = nlohmann::json::parse(read_file(manifest));
+    auto& of_file = listed.at("files").at("model.safetensors");
+    of_file.at("crc32") = checksum_of(0, bytes.size());
+    const auto described = nlohmann::json::parse(bytes.substr(8, header));
+    for (const auto& [name, tensor] : described.items()) {
+      if (name == "__metadata__") continue;
+      const auto& offsets = tensor.at("data_offsets");
+      of_file.at("tensors").at(name) = checksum_of(8 + header + offsets[0].get<std::size_t>(),
+                                                   8 + header + offsets[1].get<std::size_t>());
+    }
+    std::ofstream(manifest) << listed;
   }
 
   agoq::TemporaryFolder folder_;
@@ -357,7 +375,7 @@ TEST_F(TinyRuns, SaysWhichCheckpointItSkippedAndWhy) {
         << outcome.error;
     EXPECT_EQ(outcome.error.find('\n'), outcome.error.size() - 1) << outcome.error;
   };
-  expect_notice(run("eval " + path("run")), "state.safetensors' is not a whole safetensors file");
+  expect_notice(run("eval " + path("run")), "state.safetensors has 2000 bytes and was written with");
   std::filesystem::remove(newest + "/model.safetensors");
   expect_notice(run("generate --tokens 1 " + path("run")), "model.safetensors is missing");
   expect_notice(run(train("--resume --json --set checkpoint.every=1")), "model.safetensors is missing");
@@ -368,6 +386,26 @@ TEST_F(TinyRuns, SaysWhichCheckpointItSkippedAndWhy) {
   expect_bad_input("eval " + path("run"), "holds no whole checkpoint; the newest is checkpoint " +
                                               newest + ": config.json is missing");
   expect_bad_input(train("--resume"), "holds no whole checkpoint");
+}
+
+TEST_F(TinyRuns, NamesTheTensorInWhichAByteHasChanged) {
+  train_once();
+  const auto change_last_byte = [&](const std::string& name) {
+    std::string bytes = read_file(path("run/checkpoints/step-2/" + name));
+    bytes.back() = static_cast<char>(bytes.back() ^ 1);
+    std::ofstream(path("run/checkpoints/step-2/" + name), std::ios::binary) << bytes;
+  };
+  change_last_byte("state.safetensors");
+  expect_bad_input(train("--resume --set train.steps=4"),
+                   "state.safetensors' is damaged: the bytes of tensor '");
+  EXPECT_EQ(run("eval " + path("run")).status, 0);  // which reads the weights only
+  change_last_byte("model.safetensors");
+  for (const char* command : {"eval ", "generate "}) {
+    expect_bad_input(command + path("run"), "model.safetensors' is damaged: the bytes of tensor '");
+  }
+  change_last_byte("state.safetensors");
+  change_last_byte("model.safetensors");
+  EXPECT_EQ(run(train("--resume --json --set train.steps=4")).status, 0);
 }
 
 TEST_F(TinyRuns, RefusesACheckpointThatWasRenamed) {

@@ -46,9 +46,6 @@ std::string join(const std::vector<std::string_view>& names) {
 void check_section(const std::string& section, const std::string& place) {
   const std::vector<std::string_view> names = section_names();
   if (std::find(names.begin(), names.end(), section) != names.end()) return;
-  check_input(section != "parallel",
-              "{}: [parallel] cannot be set: this version trains in one process; remove the section",
-              place);
   const std::string_view nearest = nearest_name(section, names);
   if (nearest.empty())
     fail_input("{}: unknown section [{}]; the sections are {}", place, section, join(names));

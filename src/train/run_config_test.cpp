@@ -92,7 +92,7 @@ TEST(RunConfig, KeysAreUniqueDescribedAndGroupedBySection) {
     if (sections.empty() || sections.back() != key.section) sections.push_back(key.section);
   }
   EXPECT_EQ(sections, (std::vector<std::string>{"model", "data", "train", "optimizer", "activations",
-                                                "gradients", "checkpoint", "run"}));
+                                                "gradients", "parallel", "checkpoint", "run"}));
 }
 
 TEST(RunConfig, ReadsEveryKindOfValue) {
@@ -141,10 +141,10 @@ TEST(RunConfig, UnknownNamesSuggestTheNearest) {
   expect_error("hidden = 1\n", "run.toml:1: hidden stands outside of a section");
 }
 
-TEST(RunConfig, RefusesParallelismUntilItExists) {
+TEST(RunConfig, RefusesParallelismThatDoesNotExist) {
   expect_error("[model]\nhidden = 256\n\n[parallel]\ntensor = 2\n",
-               "run.toml:4: [parallel] cannot be set: this version trains in one process");
-  expect_error("", "[parallel] cannot be set", {"parallel.tensor=2"});
+               "run.toml:5: unknown key parallel.tensor; the keys of [parallel] are ranks, ");
+  expect_error("", "unknown key parallel.tensor", {"parallel.tensor=2"});
 }
 
 TEST(RunConfig, RefusesValuesOutOfRangeWithPlaceAndRange) {

@@ -201,7 +201,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   const std::int64_t resident_at_start = resident_memory().current;
   together(ranks, [&] {
     opened.emplace(config.run.directory, options.start);
-    changes = opened->check_settings(config);
+    changes = opened->check_settings(given);  // as begin() writes them
     loaded.emplace(Dataset::load(config.data));
     check_input(config.model.vocabulary >= kByteVocabulary,
                 "model.vocabulary must be at least {} for byte-level data; it is {}", kByteVocabulary,
