@@ -41,9 +41,12 @@ if(AGOQ_TESTS)
   file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/test_headers.cpp CONTENT "// Carries the precompiled headers.\n")
   add_library(agoq_test_headers OBJECT ${CMAKE_BINARY_DIR}/test_headers.cpp)
   target_link_libraries(agoq_test_headers PUBLIC agoq_flags GTest::gtest)
+  target_compile_options(agoq_test_headers PRIVATE -O1)
   agoq_precompile(agoq_test_headers <gtest/gtest.h>)
 endif()
+# What tests compute themselves is little: they are compiled for a short build.
 function(agoq_precompile_test target)
+  target_compile_options(${target} PRIVATE -O1)
   agoq_precompile_like(${target} agoq_test_headers)
 endfunction()
 

@@ -12,6 +12,10 @@
 namespace agoq {
 namespace {
 
+// What NCCL takes of a GPU's memory for a group of ranks: measured with NCCL 2.28.9 between two H200
+// over NVLink, whatever the model (benchmarks/results/2026-11-30-2xh200-step.json).
+constexpr std::size_t kNcclBytes = std::size_t{918} << 20;
+
 /// A product of small matrices, for what libraries allocate at their first one. In no more memory than
 /// it takes: with a tiny model the plan would otherwise be the run's peak.
 void multiply_once(Backend& backend, ElementType dtype) {
@@ -113,6 +117,7 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
   plan.loss_chunk = trainer.loss_workspace();
 
   plan.device = backend.device_memory();
+  if (plan.device && config.parallel.ranks > 1) plan.device->overhead += kNcclBytes;
   if (plan.device) return plan;
   multiply_once(backend, config.model.dtype);
   plan.program = kUncountedProgramBytes;

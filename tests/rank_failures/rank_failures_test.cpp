@@ -53,6 +53,10 @@ class RankProcesses {
     }
     mpirun_ = fork();
     if (mpirun_ == 0) {
+      for (const char* name : {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+                               "OMPI_MCA_mpi_yield_when_idle"}) {
+        setenv(name, "1", 1);
+      }
       [[maybe_unused]] FILE* streams[] = {freopen(folder_.path("out").c_str(), "w", stdout),
                                           freopen(folder_.path("error").c_str(), "w", stderr)};
       execl("/bin/sh", "sh", "-c", command.c_str(), static_cast<char*>(nullptr));
