@@ -11,12 +11,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "core/checksum.h"
 #include "checkpoint/durable_file.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/strict_json.h"
 #include "comm/together.h"
+#include "core/checksum.h"
 #include "core/error.h"
 
 namespace agoq {
