@@ -74,13 +74,14 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
   }
 }
 
-void GradientReducer::begin_step() {
+void GradientReducer::begin_step(const RandomKey& sums) {
+  sum_key_ = sums;
   completed_ = 0;
   next_bucket_ = 0;
   exposed_seconds_ = 0;
 }
 
-void GradientReducer::begin_last(const Context&) {
+void GradientReducer::begin_last() {
   // The naive sum's scales are known when all gradients are.
   if (is_alone() || !config_.overlap || config_.kind == GradientReduction::kNaiveFp8) return;
   gradients_.observe(
@@ -104,10 +105,10 @@ void GradientReducer::send_full_buckets(const Context& context) {
 void GradientReducer::send(const Context& context, std::size_t bucket) {
   if (!reduction_) return sum_by_library(context, order_[bucket]);
   if (config_.kind == GradientReduction::kNaiveFp8) {
-    return reduction_->all_reduce_naively(context, bucket, scales_);
+    return reduction_->all_reduce_naively(summing(context), bucket, scales_);
   }
   if (config_.sharded) return reduction_->scatter(context, bucket);
-  reduction_->all_reduce(context, bucket, gradients_.all_counters());
+  reduction_->all_reduce(summing(context), bucket, gradients_.all_counters());
 }
 
 void GradientReducer::agree_on_scales(const Context& context) {
@@ -174,10 +175,9 @@ void GradientReducer::finish(const Context& context) {
   for (std::size_t p = 0; p < pieces_.size(); ++p) {
     const QuantTensor& own = pieces_[p].front();
     if (own.rows() == 0) continue;
-    context.backend.add_pieces(
-        context, reduction_->pieces(p), own,
-        context.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(p)),
-        gradients_.counters(p));
+    context.backend.add_pieces(context, reduction_->pieces(p), own,
+                               sum_key_.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(p)),
+                               gradients_.counters(p));
   }
 }
 

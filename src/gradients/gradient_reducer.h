@@ -53,10 +53,11 @@ class GradientReducer {
   GradientReducer& operator=(const GradientReducer&) = delete;
 
   // --- one step; collective ---
-  void begin_step();
+  /// sums: of the step, the same on all ranks; stochastic rounding of sums is keyed by it.
+  void begin_step(const RandomKey& sums);
   /// Before the backward pass of this rank's last micro-batch: from then on buckets leave when they are
   /// full.
-  void begin_last(const Context&);
+  void begin_last();
   /// After it, or without one: the rest leaves, and what is queued on the context's stream from now on
   /// finds the reduced gradients.
   void finish(const Context&);
@@ -84,6 +85,10 @@ class GradientReducer {
   void complete(const Context&, std::size_t parameter);
   void send_full_buckets(const Context&);
   void send(const Context&, std::size_t bucket);
+  /// The context with the key of sums: a bucket may leave while a micro-batch's key is in it.
+  Context summing(const Context& context) const {
+    return {context.backend, context.stream, context.workspace, sum_key_};
+  }
   void agree_on_scales(const Context&);
   void sum_by_library(const Context&, std::size_t parameter);
   /// The context on the side stream, after what is queued on its own; and back.
@@ -99,6 +104,7 @@ class GradientReducer {
   std::optional<QuantizedReduction> reduction_;  // kQuanGrad
   std::vector<std::size_t> filled_by_;  // bucket by bucket: so many completed parameters fill it
   std::vector<std::vector<QuantTensor>> pieces_;
+  RandomKey sum_key_;          // of the step under way
   Tensor sums_;                // fp64 [parameters]
   std::size_t completed_ = 0;  // parameters, in order
   std::size_t next_bucket_ = 0;

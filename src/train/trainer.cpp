@@ -94,12 +94,15 @@ void Trainer::begin_step() {
   valid_tokens_ = 0;
   const Context context = this->context();
   gradients_.zero(context);
-  reducer_.begin_step();
+  // One past the micro-batches: the sum over the ranks rounds with the same numbers for every W.
+  RandomKey sums = context.random;
+  sums.micro_batch = static_cast<std::uint32_t>(config_.run.micro_batches);
+  reducer_.begin_step(sums);
   store_.reset_counters(context);
 }
 
 void Trainer::micro_batch(const HostBatch& host) {
-  if (micro_batch_ + 1 == own_micro_batches()) reducer_.begin_last(context());
+  if (micro_batch_ + 1 == own_micro_batches()) reducer_.begin_last();
   forward_and_backward(host, {});
 }
 
@@ -130,9 +133,7 @@ void Trainer::forward_and_backward(const HostBatch& host, const Between& between
 }
 
 StepReport Trainer::finish_step() {
-  Context context = this->context();
-  // One past the micro-batches: the sum over the ranks rounds with the same numbers for every W.
-  context.random.micro_batch = static_cast<std::uint32_t>(config_.run.micro_batches);
+  const Context context = this->context();
   reducer_.finish(context);
   StepReport report;
   report.step = step_ + 1;

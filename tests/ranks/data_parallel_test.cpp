@@ -210,16 +210,21 @@ TEST(DataParallel, WeightsThatDriftApartAreNamed) {
 
 TEST(DataParallel, RanksHaveTheSameWeightsAfterASteadyRun) { after_steps(agoq_config(), steps()); }
 
-// Neither the buckets nor when they leave may change a bit: every block is summed by itself.
+// Neither the buckets nor when they leave may change a bit: every block is summed by itself, and
+// stochastic rounding of the sum is keyed by the step, not by the micro-batch under way.
 TEST(DataParallel, BucketsAndOverlapChangeNoBit) {
-  RunConfig config = agoq_config();
-  const std::string expected = after_steps(config);
-  for (const std::int64_t elements : {std::int64_t{300}, std::int64_t{5000}, std::int64_t{1} << 40}) {
-    config.parallel.reduction.bucket_elements = elements;
-    EXPECT_TRUE(after_steps(config) == expected) << elements << " elements in a bucket";
+  for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic}) {
+    RunConfig config = agoq_config();
+    config.gradients.format.rounding = rounding;
+    const std::string expected = after_steps(config);
+    for (const std::int64_t elements : {std::int64_t{300}, std::int64_t{5000}, std::int64_t{1} << 40}) {
+      config.parallel.reduction.bucket_elements = elements;
+      EXPECT_TRUE(after_steps(config) == expected) << elements << " elements in a bucket";
+    }
+    config.parallel.reduction.overlap = false;
+    EXPECT_TRUE(after_steps(config) == expected)
+        << "without overlap, " << config.gradients.format.to_string();
   }
-  config.parallel.reduction.overlap = false;
-  EXPECT_TRUE(after_steps(config) == expected) << "without overlap";
 }
 
 TEST(DataParallel, ShardedOptimizerEqualsReplicatedBitForBit) {
@@ -237,6 +242,10 @@ TEST(DataParallel, ShardedOptimizerEqualsReplicatedBitForBit) {
   config.parallel.reduction.sharded = true;
   config.parallel.reduction.requantise_shards = true;
   EXPECT_TRUE(after_steps(config) == expected) << "8-bit gradients, requantised";
+  config.gradients.format.rounding = Rounding::kStochastic;
+  const std::string sharded = after_steps(config);
+  config.parallel.reduction.sharded = false;
+  EXPECT_TRUE(after_steps(config) == sharded) << "8-bit gradients, requantised stochastically";
 }
 
 // --- what 8 bits cost, per step ---
@@ -308,7 +317,7 @@ struct Gradients {
                   ElementType::kBf16, reduction.sharded ? group.size() : 1),
         reducer(cpu_backend(), gradients, {0}, group, reduction, memory) {
     gradients.zero(rank_context());
-    reducer.begin_step();
+    reducer.begin_step({});
   }
   void add(const std::vector<float>& values) {
     Arena addends("addend", host_allocator(), values.size() * 4 + 256);
