@@ -17,6 +17,42 @@ constexpr Plane kPlanes[] = {{&QuantTensor::codes, &RowBytes::codes},
                              {&QuantTensor::scales, &RowBytes::scales},
                              {&QuantTensor::super, &RowBytes::super}};
 
+// Each rank begins with its neighbour: not all with the same one.
+int rank_after(const Communicator& ranks, int distance) {
+  return (ranks.rank() + distance) % ranks.size();
+}
+int rank_before(const Communicator& ranks, int distance) {
+  return (ranks.rank() + ranks.size() - distance) % ranks.size();
+}
+
+void add_messages(std::vector<Message>& messages, int peer, const QuantTensor& tensor) {
+  const RowBytes row = row_bytes(tensor.format, tensor.grid);
+  for (const Plane& plane : kPlanes) {
+    const auto bytes = static_cast<std::size_t>(tensor.rows() * row.*plane.row_bytes);
+    if (bytes > 0) messages.push_back({peer, tensor.*plane.memory, bytes});
+  }
+}
+
+/// To planes of the same format and grid.
+void copy_planes(const Context& context, const QuantTensor& source, const QuantTensor& target) {
+  const RowBytes row = row_bytes(source.format, source.grid);
+  for (const Plane& plane : kPlanes) {
+    const Shape bytes{source.rows() * row.*plane.row_bytes};
+    if (bytes.count() == 0) continue;
+    context.backend.copy(context, {source.*plane.memory, ElementType::kUint8, bytes},
+                         {target.*plane.memory, ElementType::kUint8, bytes});
+  }
+}
+
+/// Those rows of slot `slot` of a tensor that is cut into slots of `slot_length` rows, cut off at its
+/// end.
+QuantTensor slice_of_slot(const QuantTensor& tensor, std::int64_t slot_length, int slot,
+                          const RowsOfSlots& rows) {
+  const std::int64_t begin = slot * slot_length;
+  return tensor.slice_rows(std::min(begin + rows.first, tensor.rows()),
+                           std::min(begin + rows.last, tensor.rows()));
+}
+
 }  // namespace
 
 std::int64_t slot_rows(std::int64_t rows, int ranks) { return (rows + ranks - 1) / ranks; }
@@ -51,6 +87,17 @@ std::vector<Bucket> cut_into_buckets(std::span<const BlockGrid> grids,
   }
   if (buckets.back().empty()) buckets.pop_back();
   return buckets;
+}
+
+void add_gathering(const Communicator& ranks, const QuantTensor& tensor, const RowsOfSlots& rows,
+                   std::vector<Message>& sends, std::vector<Message>& receives) {
+  const std::int64_t slot_length = slot_rows(tensor.rows(), ranks.size());
+  const QuantTensor own = slice_of_slot(tensor, slot_length, ranks.rank(), rows);
+  for (int distance = 1; distance < ranks.size(); ++distance) {
+    const int from = rank_before(ranks, distance);
+    add_messages(sends, rank_after(ranks, distance), own);
+    add_messages(receives, from, slice_of_slot(tensor, slot_length, from, rows));
+  }
 }
 
 QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
@@ -93,10 +140,7 @@ QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
 }
 
 QuantTensor QuantizedReduction::rows_of_slot(const SlotRows& rows, int slot) const {
-  const QuantTensor& tensor = tensors_[rows.tensor];
-  const std::int64_t begin = slot * slot_rows_[rows.tensor];
-  return tensor.slice_rows(std::min(begin + rows.first, tensor.rows()),
-                           std::min(begin + rows.last, tensor.rows()));
+  return slice_of_slot(tensors_[rows.tensor], slot_rows_[rows.tensor], slot, {rows.first, rows.last});
 }
 
 QuantTensor QuantizedReduction::place_in_slot(const SlotRows& rows, int slot) const {
@@ -107,10 +151,6 @@ QuantTensor QuantizedReduction::place_in_slot(const SlotRows& rows, int slot) co
   QuantTensor place = with_room.slice_rows(begin, begin + own.rows());
   place.first_row = own.first_row;  // of the whole tensor these are the own slot's rows
   return place;
-}
-
-QuantTensor QuantizedReduction::own_slot(std::size_t tensor) const {
-  return rows_of_slot({tensor, 0, slot_rows_.at(tensor)}, ranks_.rank());
 }
 
 std::vector<QuantTensor> QuantizedReduction::pieces(std::size_t tensor) const {
@@ -145,15 +185,6 @@ void QuantizedReduction::lay_out(const Bucket& bucket, std::byte* staging) {
   }
 }
 
-void QuantizedReduction::add_messages(std::vector<Message>& messages, int peer,
-                                      const QuantTensor& tensor) const {
-  const RowBytes row = row_bytes(tensor.format, tensor.grid);
-  for (const Plane& plane : kPlanes) {
-    const auto bytes = static_cast<std::size_t>(tensor.rows() * row.*plane.row_bytes);
-    if (bytes > 0) messages.push_back({peer, tensor.*plane.memory, bytes});
-  }
-}
-
 void QuantizedReduction::exchange(const Context& main) {
   ranks_.exchange(on(main, exchanging_), sends_, receives_);
   for (const Message& message : sends_) sent_bytes_ += message.bytes;
@@ -164,13 +195,13 @@ void QuantizedReduction::exchange(const Context& main) {
 void QuantizedReduction::send_pieces(const Context& main, const Bucket& bucket) {
   lay_out(bucket, staging_[next_staging_]);
   next_staging_ = 1 - next_staging_;
-  // Each rank begins with its neighbour: not all with the same one.
   for (int distance = 1; distance < ranks_.size(); ++distance) {
+    const int to = rank_after(ranks_, distance), from = rank_before(ranks_, distance);
     for (std::size_t range = 0; range < bucket.size(); ++range) {
-      add_messages(sends_, to(distance), rows_of_slot(bucket[range], to(distance)));
-      add_messages(receives_, from(distance),
-                   staged_[range * static_cast<std::size_t>(ranks_.size()) +
-                           static_cast<std::size_t>(from(distance))]);
+      add_messages(sends_, to, rows_of_slot(bucket[range], to));
+      add_messages(
+          receives_, from,
+          staged_[range * static_cast<std::size_t>(ranks_.size()) + static_cast<std::size_t>(from)]);
     }
   }
   if (before_last_) add_sums(buckets_[*before_last_]);
@@ -185,11 +216,8 @@ void QuantizedReduction::send_pieces(const Context& main, const Bucket& bucket) 
 }
 
 void QuantizedReduction::add_sums(const Bucket& bucket) {
-  for (int distance = 1; distance < ranks_.size(); ++distance) {
-    for (const SlotRows& rows : bucket) {
-      add_messages(sends_, to(distance), rows_of_slot(rows, ranks_.rank()));
-      add_messages(receives_, from(distance), rows_of_slot(rows, from(distance)));
-    }
+  for (const SlotRows& rows : bucket) {
+    add_gathering(ranks_, tensors_[rows.tensor], {rows.first, rows.last}, sends_, receives_);
   }
 }
 
@@ -201,18 +229,25 @@ void QuantizedReduction::add_all_sums() {
   }
 }
 
-template <typename Sum>
-void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum) {
+template <typename Use>
+void QuantizedReduction::with_pieces(const Context& main, std::size_t bucket, Use use) {
   if (ranks_.size() == 1) return;
   const Bucket& ranges = buckets_.at(bucket);
   send_pieces(main, ranges);
   const Context computing = on(main, computing_);
   const auto ranks = static_cast<std::size_t>(ranks_.size());
   for (std::size_t range = 0; range < ranges.size(); ++range) {
-    const std::span<const QuantTensor> pieces(&staged_[range * ranks], ranks);
-    const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
-    if (own.rows() > 0) sum(computing, pieces, own, ranges[range].tensor);
+    use(computing, std::span<const QuantTensor>(&staged_[range * ranks], ranks), ranges[range]);
   }
+}
+
+template <typename Sum>
+void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum) {
+  with_pieces(main, bucket,
+              [&](const Context& context, std::span<const QuantTensor> pieces, const SlotRows& rows) {
+                const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
+                if (own.rows() > 0) sum(context, pieces, own, rows.tensor);
+              });
   last_ = bucket;
 }
 
@@ -239,33 +274,14 @@ void QuantizedReduction::all_reduce_naively(const Context& main, std::size_t buc
 }
 
 void QuantizedReduction::scatter(const Context& main, std::size_t bucket) {
-  if (ranks_.size() == 1) return;
-  const Bucket& ranges = buckets_.at(bucket);
-  send_pieces(main, ranges);
-  const Context computing = on(main, computing_);
-  const auto ranks = static_cast<std::size_t>(ranks_.size());
-  for (std::size_t range = 0; range < ranges.size(); ++range) {
-    for (int rank = 0; rank < ranks_.size(); ++rank) {
-      if (rank == ranks_.rank()) continue;
-      const QuantTensor& staged = staged_[range * ranks + static_cast<std::size_t>(rank)];
-      const QuantTensor place = place_in_slot(ranges[range], rank);
-      const RowBytes row = row_bytes(staged.format, staged.grid);
-      for (const Plane& plane : kPlanes) {
-        const Shape bytes{staged.rows() * row.*plane.row_bytes};
-        if (bytes.count() == 0) continue;
-        backend_.copy(computing, {staged.*plane.memory, ElementType::kUint8, bytes},
-                      {place.*plane.memory, ElementType::kUint8, bytes});
-      }
-    }
-  }
-}
-
-void QuantizedReduction::gather(const Context& main, std::size_t bucket) {
-  if (ranks_.size() == 1) return;
-  add_all_sums();
-  add_sums(buckets_.at(bucket));
-  order(main.stream, exchanging_);
-  exchange(main);
+  with_pieces(main, bucket,
+              [&](const Context& context, std::span<const QuantTensor> pieces, const SlotRows& rows) {
+                for (int rank = 0; rank < ranks_.size(); ++rank) {
+                  if (rank == ranks_.rank()) continue;
+                  copy_planes(context, pieces[static_cast<std::size_t>(rank)],
+                              place_in_slot(rows, rank));
+                }
+              });
 }
 
 void QuantizedReduction::finish(const Context& main) {

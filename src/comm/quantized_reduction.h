@@ -10,10 +10,8 @@
 //                   come are staged, the own one stays where it is
 //                2  own slot = quantised sum of its W pieces
 //                3  the own slot goes to every rank, into its place
-//   scatter      1 only, and what comes takes the place of what went: slot s then holds rank s's piece
-//   of
-//                the own slot
-//   gather       3 only
+//   scatter      1 only, and what comes takes the place of what went: slot s then holds the piece that
+//                rank s has of the own slot
 //
 // Steps 1 and 3 run on one side stream, 2 on another, with two sets of staging: step 2 of a bucket runs
 // beside step 1 of the next, and step 3 goes in one exchange with step 1 of the one after that (every
@@ -61,6 +59,15 @@ std::vector<Bucket> cut_into_buckets(std::span<const BlockGrid> grids,
                                      std::span<const std::size_t> order, int ranks,
                                      std::int64_t elements);
 
+/// Rows [first, last) of every slot.
+struct RowsOfSlots {
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+};
+/// Adds the messages with which those rows of every rank's slot of `tensor` come to all, in place.
+void add_gathering(const Communicator& ranks, const QuantTensor& tensor, const RowsOfSlots& rows,
+                   std::vector<Message>& sends, std::vector<Message>& receives);
+
 class QuantizedReduction {
  public:
   /// Of `tensors`, in `buckets`. What it needs it takes from `memory` now: staging for two buckets; on
@@ -86,19 +93,13 @@ class QuantizedReduction {
   /// format are added as above.
   void all_reduce_naively(const Context& main, std::size_t bucket, std::span<const float> scales);
   void scatter(const Context& main, std::size_t bucket);
-  void gather(const Context& main, std::size_t bucket);
   /// What is queued on the main stream from now on comes after all of the above.
   void finish(const Context& main);
 
   /// After scatter: the pieces of the own slot's rows of a tensor, in rank order.
   std::vector<QuantTensor> pieces(std::size_t tensor) const;
-  /// The own slot's rows of a tensor.
-  QuantTensor own_slot(std::size_t tensor) const;
 
  private:
-  /// To the neighbour at `distance` and from the one on the other side.
-  int to(int distance) const { return (ranks_.rank() + distance) % ranks_.size(); }
-  int from(int distance) const { return (ranks_.rank() + ranks_.size() - distance) % ranks_.size(); }
   /// Rows [first, last) of slot `slot`, cut off at the tensor's end.
   QuantTensor rows_of_slot(const SlotRows& rows, int slot) const;
   /// The place of a piece of the own slot's rows in slot `slot`.
@@ -107,7 +108,10 @@ class QuantizedReduction {
   void order(Stream earlier, Stream later);
   /// The place in `staging` of every range's pieces, of every rank but the own.
   void lay_out(const Bucket& bucket, std::byte* staging);
-  /// Steps 1 and 2, the latter by sum(context, pieces of a range, own slot of it, tensor).
+  /// Step 1 of a bucket, then use(context, pieces, rows) for each range of it, on the computing stream.
+  template <typename Use>
+  void with_pieces(const Context& main, std::size_t bucket, Use use);
+  /// Steps 1 and 2, the latter by sum(context, pieces, own one of them, tensor).
   template <typename Sum>
   void reduce(const Context& main, std::size_t bucket, Sum sum);
   /// Step 1 of a bucket, with step 3 of the bucket whose sum the exchanging stream comes after.
@@ -116,7 +120,6 @@ class QuantizedReduction {
   /// Step 3 of all buckets whose turn has not come.
   void add_all_sums();
   void exchange(const Context& main);
-  void add_messages(std::vector<Message>& messages, int peer, const QuantTensor& tensor) const;
 
   Communicator& ranks_;
   Backend& backend_;

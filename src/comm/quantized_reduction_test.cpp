@@ -228,16 +228,17 @@ TEST(QuantizedReduction, ScatterPutsEveryRanksPieceInItsSlot) {
   }
 }
 
-TEST(QuantizedReduction, GatherGivesAllRanksTheOwnersRows) {
+TEST(QuantizedReduction, GatheringGivesAllRanksTheOwnersRows) {
   const Tensors of = tensors();
   const int size = 3;
   on_ranks(size, [&](Communicator& ranks) {
     Rank own(of, size);
     own.fill(ranks.rank());
-    QuantizedReduction reduction(ranks, cpu_backend(), own.tensors, buckets_of(of, size, 3000),
-                                 own.memory);
-    for (std::size_t b = 0; b < reduction.buckets(); ++b) reduction.gather(own.context, b);
-    reduction.finish(own.context);
+    std::vector<Message> sends, receives;
+    for (const QuantTensor& tensor : own.tensors) {
+      add_gathering(ranks, tensor, {0, slot_rows(tensor.rows(), size)}, sends, receives);
+    }
+    ranks.exchange(own.context, sends, receives);
     for (int other = 0; other < size; ++other) {
       Rank owner(of, 1);
       owner.fill(other);

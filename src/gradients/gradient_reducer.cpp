@@ -247,17 +247,8 @@ void GradientReducer::gather_weight(const Context& context, const Tensor& weight
   if (is_alone() || !config_.sharded) return;
   sends_.clear();
   receives_.clear();
-  const auto rows_of = [&](int rank) {
-    const OwnRows rows = own_rows(weight.rows(), ranks_.size(), rank);
-    return weight.slice_rows(rows.first, rows.last);
-  };
-  const Tensor own = rows_of(ranks_.rank());
-  for (int r = 0; r < ranks_.size(); ++r) {
-    if (r == ranks_.rank()) continue;
-    const Tensor theirs = rows_of(r);
-    if (own.count() > 0) sends_.push_back({r, own.data, own.bytes()});
-    if (theirs.count() > 0) receives_.push_back({r, theirs.data, theirs.bytes()});
-  }
+  add_gathering(ranks_, as_quant_tensor(weight), {0, slot_rows(weight.rows(), ranks_.size())}, sends_,
+                receives_);
   ranks_.exchange(beside(context), sends_, receives_);
 }
 
