@@ -1174,18 +1174,17 @@ __device__ __forceinline__ void add_e4m3_vector(uint2 codes, float scale, float 
   for (int i = 0; i < kVector; ++i) x[i] = level[i] * scale + x[i];
 }
 
-/// The E4M3 codes of x and the FP32 scale of its block, which lies in `lanes` neighbouring lanes, a
-/// power of two; nearest rounding. NaN in x becomes zero. All lanes of the warp take part.
-__device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lanes, float& scale,
-                                                    LaneCounts& counts) {
-  constexpr float maximum = code_maximum(Code::kE4m3);
+/// The largest finite magnitude of a block whose elements are the x of `lanes` neighbouring lanes, a
+/// power of two. NaN in x becomes zero; it and Inf are counted. All lanes of the warp take part.
+template <int count>
+__device__ __forceinline__ float largest_of_block(float (&x)[count], int lanes, LaneCounts& counts) {
   float largest = fabsf(x[0]);
 #pragma unroll
-  for (int i = 1; i < kVector; ++i) largest = group_detail::max_or_nan(largest, fabsf(x[i]));
+  for (int i = 1; i < count; ++i) largest = group_detail::max_or_nan(largest, fabsf(x[i]));
   if (!__all_sync(kWholeWarp, largest <= FLT_MAX)) {
     largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
+    for (int i = 0; i < count; ++i) {
       const bool finite = fabsf(x[i]) <= FLT_MAX;
       counts.non_finite += finite ? 0 : 1;
       largest = finite ? fmaxf(largest, fabsf(x[i])) : largest;
@@ -1195,6 +1194,15 @@ __device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lan
   for (int lane = 1; lane < lanes; lane *= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
   }
+  return largest;
+}
+
+/// The E4M3 codes of x and the FP32 scale of its block, which lies in `lanes` neighbouring lanes, a
+/// power of two; nearest rounding. NaN in x becomes zero. All lanes of the warp take part.
+__device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lanes, float& scale,
+                                                    LaneCounts& counts) {
+  constexpr float maximum = code_maximum(Code::kE4m3);
+  const float largest = largest_of_block(x, lanes, counts);
   scale = stored_scale_fp32(largest / maximum, maximum);
   const float reciprocal = 1.0f / scale;
   float y[kVector];

@@ -121,22 +121,7 @@ __device__ __forceinline__ void sum_unit(const Planes& planes, std::int64_t unit
 __device__ __forceinline__ uint4 encode_unit(float (&x)[kUnit], int lanes, float& scale,
                                              LaneCounts& counts) {
   constexpr float maximum = code_maximum(Code::kE4m3);
-  float largest = fabsf(x[0]);
-#pragma unroll
-  for (int i = 1; i < kUnit; ++i) largest = group_detail::max_or_nan(largest, fabsf(x[i]));
-  if (!__all_sync(kWholeWarp, largest <= FLT_MAX)) {
-    largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      const bool finite = fabsf(x[i]) <= FLT_MAX;
-      counts.non_finite += finite ? 0 : 1;
-      largest = finite ? fmaxf(largest, fabsf(x[i])) : largest;
-      x[i] = x[i] == x[i] ? x[i] : 0.0f;
-    }
-  }
-  for (int lane = 1; lane < lanes; lane *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
-  }
+  const float largest = largest_of_block(x, lanes, counts);
   scale = stored_scale_fp32(largest / maximum, maximum);
   const float reciprocal = 1.0f / scale;
   float low[kVector], high[kVector];
