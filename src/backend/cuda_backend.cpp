@@ -1,6 +1,4 @@
 // Opens the CUDA backend, a module beside the program (backend/cuda).
-#include <dlfcn.h>
-
 #include "backend/backend.h"
 #include "backend/gpu_requirements.h"
 #include "backend/instruction_meter.h"
@@ -22,12 +20,9 @@ void* open() {
   check_input(!path.empty(),
               "this build of agoq has no CUDA backend: build it where nvcc and cuBLAS are installed, or "
               "run on the CPU (--set run.device=cpu; eval, generate and bench kernels: --device cpu)");
-  // The module stays open to the end of the process: what it returns has static storage.
-  void* const module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (module == nullptr) {
-    const char* const words = dlerror();
-    fail_input("{}", module_problem(path, words == nullptr ? "no reason given" : words, loader_finds));
-  }
+  std::string problem;
+  void* const module = open_module(path, /*lends_symbols=*/false, problem);
+  if (module == nullptr) fail_input("{}", module_problem(path, problem, loader_finds));
   return module;
 }
 
@@ -35,11 +30,7 @@ void* open() {
 template <typename Object>
 Object& from_module(const char* entry) {
   static void* const module = open();
-  const auto function = reinterpret_cast<Object* (*)()>(dlsym(module, entry));
-  check_input(function != nullptr,
-              "{} is not agoq's CUDA backend: build it again (./dev build), or correct AGOQ_CUDA_MODULE",
-              path_of_module());
-  return *function();
+  return object_of_module<Object>(module, entry, path_of_module(), "CUDA backend", "AGOQ_CUDA_MODULE");
 }
 
 }  // namespace

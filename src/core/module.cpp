@@ -1,5 +1,7 @@
 #include "core/module.h"
 
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <filesystem>
 
@@ -15,5 +17,16 @@ std::string module_path(const char* file, const char* variable, const char* buil
   }
   return built;
 }
+
+void* open_module(const std::string& path, bool lends_symbols, std::string& problem) {
+  void* const module = dlopen(path.c_str(), RTLD_NOW | (lends_symbols ? RTLD_GLOBAL : RTLD_LOCAL));
+  if (module == nullptr) {
+    const char* const words = dlerror();
+    problem = words == nullptr ? "no reason given" : words;
+  }
+  return module;
+}
+
+void* function_of_module(void* module, const char* name) { return dlsym(module, name); }
 
 }  // namespace agoq
