@@ -6,9 +6,9 @@
 // stream is done, the longest over the ranks; the quantisation of the local gradients is no part of
 // them, since accumulation leaves them quantised.
 //
-//   wire bytes       what a rank sends: counted for exchanges, 2 (W - 1) / W n for the library's
-//   all-reduce of
-//                    n bytes over W ranks and half of that for its reduce-scatter, as a ring sends them
+//   wire bytes       what a rank sends: counted for exchanges; as a ring sends them, 2 (W - 1) / W n for
+//                    the library's all-reduce of n bytes over W ranks and half of that for its
+//                    reduce-scatter
 //   bus bandwidth    wire bytes / time
 #pragma once
 

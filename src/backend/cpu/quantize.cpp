@@ -3,8 +3,7 @@
 //   quantize     destination = Q(source)
 //   add_pieces   sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
 //   accumulate   main = Q(Q^-1(main) + addend), block scales fresh: the sum is made in FP32, in FP64
-//   where
-//                main is stored in FP64
+//                where main is stored in FP64
 //
 // Rows are independent: threads share them out, and counts are integers, so that nothing depends on how.
 #include <omp.h>
