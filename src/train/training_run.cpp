@@ -188,7 +188,8 @@ namespace {
 
 /// run_training; step_under_way counts from 1 and is 0 before the first.
 RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ranks,
-                     const RunOptions& options, RankWatch& watch, std::int64_t& step_under_way) {
+                     const RunOptions& options, const PeakMemory& peak_memory, RankWatch& watch,
+                     std::int64_t& step_under_way) {
   expect_agreement(ranks, facts_of_program(options.program, ranks, given, options.start));
   const RunConfig config = with_ranks(given, ranks);
   const bool leads = ranks.rank() == 0;
@@ -197,7 +198,6 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   std::optional<Dataset> loaded;
   double order1_byte_loss = 0;
   RunPlan plan;
-  const PeakMemory peak_memory(backend);
   const std::int64_t resident_at_start = resident_memory().current;
   together(ranks, [&] {
     opened.emplace(config.run.directory, options.start);
@@ -282,7 +282,6 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
             << std::flush;
     progress.note(fmt::format("{} step {}  validation loss {:.4f} over {} tokens", label, trainer.step(),
                               validation->loss, validation->tokens));
-    summary.validation_loss = validation->loss;
     return true;
   };
 
@@ -382,13 +381,15 @@ std::string saved_state(const RunConfig& config) {
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
   const std::unique_ptr<Communicator> alone = single_rank();
   Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
+  // Before the ranks speak for the first time, which takes memory that the plan counts.
+  const PeakMemory peak_memory(backend);
   RankWatch watch(ranks, {config.parallel.timeout_seconds,
                           fmt::format("go on from the last checkpoint with --resume, if {} has one",
                                       config.run.directory)});
   watch.doing("its preparations");
   std::int64_t step_under_way = 0;
   try {
-    return run_steps(config, backend, ranks, options, watch, step_under_way);
+    return run_steps(config, backend, ranks, options, peak_memory, watch, step_under_way);
   } catch (const Error& error) {
     std::string text = error.what();
     if (error.kind() == ErrorKind::kDevice && step_under_way != 0) {
