@@ -349,6 +349,7 @@ __device__ __forceinline__ void encode_chunk(const QuantView& view, const Group&
 template <typename Held>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     adamw_kernel(const __grid_constant__ Operands operands) {
+  await_predecessors();
   const std::uint64_t chunks = std::uint64_t{operands.gradient.groups} * kChunks;
   for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; index < chunks;
        index += std::uint64_t{gridDim.x} * kWarps) {
@@ -428,6 +429,7 @@ __device__ std::uint32_t entry_of(std::uint32_t bin) {
 }
 
 __global__ void __launch_bounds__(kThreads) fill_encode_tables_kernel() {
+  await_predecessors();
   const std::uint32_t bin = blockIdx.x * kThreads + threadIdx.x;
   if (bin >= kBins) return;
   encode_tables.first[bin] = entry_of<Code::kDynamic8>(bin);
@@ -562,6 +564,7 @@ struct FlatShared {
 template <typename Held>
 __global__ void __launch_bounds__(kFlatThreads, 1)
     adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
+  await_predecessors();
   extern __shared__ __align__(16) std::byte shared_bytes[];
   FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
   const int lane = lane_index();
@@ -719,6 +722,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
 // --- group by group, any format ---
 
 __global__ void __launch_bounds__(kThreads) adamw_any_kernel(const __grid_constant__ Operands operands) {
+  await_predecessors();
   for (std::uint64_t index = std::uint64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
        index < operands.gradient.groups; index += std::uint64_t{gridDim.x} * kWarps) {
     const auto number = static_cast<std::uint32_t>(index);
@@ -863,7 +867,7 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
     cut.blocks = (cut.segment_length + operands.gradient.block - 1) /
                  static_cast<std::uint32_t>(operands.gradient.block);
     static const bool filled = [&] {  // a process has one stream: what follows finds them
-      fill_encode_tables_kernel<<<(kBins + kThreads - 1) / kThreads, kThreads, 0, stream>>>();
+      Launch{(kBins + kThreads - 1) / kThreads, kThreads, 0, stream}(fill_encode_tables_kernel);
       return true;
     }();
     static_cast<void>(filled);
@@ -874,16 +878,17 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
       expect_success(cudaFuncSetAttribute(adamw_flat_kernel<Held>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                      "adamw_update");
-      adamw_flat_kernel<Held><<<blocks, kFlatThreads, kBytes, stream>>>(operands, cut);
+      Launch{blocks, kFlatThreads, kBytes, stream}(adamw_flat_kernel<Held>, operands, cut);
     });
   } else if (goes_by_chunk(operands)) {
     const unsigned blocks =
         grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
-    for_held(operands,
-             [&]<typename Held>() { adamw_kernel<Held><<<blocks, kThreads, 0, stream>>>(operands); });
+    for_held(operands, [&]<typename Held>() {
+      Launch{blocks, kThreads, 0, stream}(adamw_kernel<Held>, operands);
+    });
   } else {
     const unsigned blocks = grid_blocks((groups + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
-    adamw_any_kernel<<<blocks, kThreads, 0, stream>>>(operands);
+    Launch{blocks, kThreads, 0, stream}(adamw_any_kernel, operands);
   }
   expect_launched("adamw_update");
 }

@@ -71,6 +71,7 @@ struct RunningSoftmax {
 template <typename Storage, int kSize>
 __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
     forward_kernel(Geometry g, const Storage* qkv, Storage* out, float* log_sum_exp) {
+  await_predecessors();
   using T = Tiling<Storage, kSize>;
   constexpr int kKeys = T::kStream < 32 ? T::kStream : 32, kParts = kKeys / kChunk;
   constexpr int kGroups = kSize / 8;
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
 __global__ void ragged_offsets_kernel(const std::int32_t* starts, std::int64_t count, std::int64_t batch,
                                       std::int64_t qkv_width, std::int64_t out_width,
                                       std::int64_t kv_width, std::int64_t heads, RaggedOffsets offsets) {
+  await_predecessors();
   const std::int64_t d = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (d > batch) return;
   const std::int64_t start = starts[d < count ? d : count];
@@ -191,7 +193,7 @@ void launch_forward(const Geometry& g, const Storage* qkv, Storage* out, float* 
                    "attention_forward");
     const dim3 grid(static_cast<unsigned>(g.heads),
                     static_cast<unsigned>((g.tokens + T::kOwn - 1) / T::kOwn));
-    forward_kernel<Storage, kSize><<<grid, T::kThreads, kBytes, stream>>>(g, qkv, out, log_sum_exp);
+    Launch{grid, T::kThreads, kBytes, stream}(forward_kernel<Storage, kSize>, g, qkv, out, log_sum_exp);
   });
 }
 
@@ -262,8 +264,9 @@ void make_ragged_offsets(const std::int32_t* starts, std::int64_t count, std::in
                          std::int64_t qkv_width, std::int64_t out_width, std::int64_t kv_width,
                          std::int64_t heads, const RaggedOffsets& offsets, cudaStream_t stream) {
   constexpr int kThreads = 128;
-  attention::ragged_offsets_kernel<<<static_cast<unsigned>(batch / kThreads + 1), kThreads, 0, stream>>>(
-      starts, count, batch, qkv_width, out_width, kv_width, heads, offsets);
+  Launch{static_cast<unsigned>(batch / kThreads + 1), kThreads, 0, stream}(
+      attention::ragged_offsets_kernel, starts, count, batch, qkv_width, out_width, kv_width, heads,
+      offsets);
   expect_launched("attention");
 }
 

@@ -26,6 +26,7 @@ constexpr int kDeltaThreads = 256, kDeltaLanes = 8;
 template <typename Storage>
 __global__ void __launch_bounds__(kDeltaThreads)
     delta_kernel(Geometry g, const Storage* dout, const Storage* out, float* delta) {
+  await_predecessors();
   const std::int64_t index = std::int64_t{blockIdx.x} * (kDeltaThreads / kDeltaLanes) +
                              threadIdx.x / kDeltaLanes;  // token * heads + head
   const bool present = index < g.tokens * g.heads;
@@ -50,6 +51,7 @@ template <typename Storage, int kSize>
 __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
     dquery_kernel(Geometry g, const Storage* dout, const Storage* qkv, const float* log_sum_exp,
                   const float* delta, Storage* dqkv) {
+  await_predecessors();
   using T = Tiling<Storage, kSize>;
   constexpr int kGroups = kSize / 8;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -127,6 +129,7 @@ template <typename Storage, int kSize>
 __global__ void __launch_bounds__(Tiling<Storage, kSize>::kThreads)
     dkey_dvalue_kernel(Geometry g, const Storage* dout, const Storage* qkv, const float* log_sum_exp,
                        const float* delta, Storage* dqkv) {
+  await_predecessors();
   using T = Tiling<Storage, kSize>;
   constexpr int kOut = kSize < kColumns ? kSize : kColumns, kGroups = kOut / 8;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -228,7 +231,7 @@ void launch_backward(const Geometry& g, const Storage* dout, const Storage* qkv,
                      const float* log_sum_exp, float* delta, Storage* dqkv, cudaStream_t stream) {
   constexpr std::int64_t kPerBlock = kDeltaThreads / kDeltaLanes;
   const auto blocks = static_cast<unsigned>((g.tokens * g.heads + kPerBlock - 1) / kPerBlock);
-  delta_kernel<<<blocks, kDeltaThreads, 0, stream>>>(g, dout, out, delta);
+  Launch{blocks, kDeltaThreads, 0, stream}(delta_kernel<Storage>, g, dout, out, delta);
   for_size(g.size, [&]<int kSize>() {
     using T = Tiling<Storage, kSize>;
     constexpr int kTiles =
@@ -240,14 +243,12 @@ void launch_backward(const Geometry& g, const Storage* dout, const Storage* qkv,
     };
     const auto tiles = static_cast<unsigned>((g.tokens + T::kOwn - 1) / T::kOwn);
     prepare(dquery_kernel<Storage, kSize>, kTiles);
-    dquery_kernel<Storage, kSize>
-        <<<dim3(static_cast<unsigned>(g.heads), tiles), T::kThreads, kTiles, stream>>>(
-            g, dout, qkv, log_sum_exp, delta, dqkv);
+    Launch{dim3(static_cast<unsigned>(g.heads), tiles), T::kThreads, kTiles, stream}(
+        dquery_kernel<Storage, kSize>, g, dout, qkv, log_sum_exp, delta, dqkv);
     prepare(dkey_dvalue_kernel<Storage, kSize>, kTiles + kStatistics);
     const unsigned passes = kSize <= kColumns ? 1 : kSize / kColumns;
-    dkey_dvalue_kernel<Storage, kSize>
-        <<<dim3(static_cast<unsigned>(g.kv_heads), tiles, passes), T::kThreads, kTiles + kStatistics,
-           stream>>>(g, dout, qkv, log_sum_exp, delta, dqkv);
+    Launch{dim3(static_cast<unsigned>(g.kv_heads), tiles, passes), T::kThreads, kTiles + kStatistics,
+           stream}(dkey_dvalue_kernel<Storage, kSize>, g, dout, qkv, log_sum_exp, delta, dqkv);
   });
 }
 

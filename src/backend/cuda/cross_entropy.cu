@@ -77,6 +77,7 @@ template <typename Gradient>
 __global__ void __launch_bounds__(kMaxThreads)
     cross_entropy_kernel(const float* logits, const std::int32_t* targets, const float* weights,
                          float* token_loss, Gradient* dlogits, int width, int held) {
+  await_predecessors();
   extern __shared__ float kept[];
   __shared__ float max_slots[kWarp], sum_slots[kWarp];
   const std::int64_t row = blockIdx.x;
@@ -284,6 +285,7 @@ template <typename Gradient>
 __global__ void __launch_bounds__(kClusterThreads, 3)
     cluster_kernel(const float* logits, const std::int32_t* targets, const float* weights,
                    float* token_loss, Gradient* dlogits, int width) {
+  await_predecessors();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kWarps = kClusterThreads / kWarp;
   extern __shared__ float4 quads[];
@@ -401,22 +403,10 @@ void launch_cluster(const Context& context, const Tensor& logits, const Tensor& 
   expect_success(
       cudaFuncSetAttribute(cluster_kernel<Gradient>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
       "cross_entropy");
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kClusterBlocks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(logits.rows() * kClusterBlocks));
-  config.blockDim = dim3(kClusterThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
-  config.stream = stream_of(context.stream);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  expect_success(cudaLaunchKernelEx(
-                     &config, cluster_kernel<Gradient>, static_cast<const float*>(logits.as<float>()),
-                     static_cast<const std::int32_t*>(targets.as<std::int32_t>()),
-                     static_cast<const float*>(weights.as<float>()), token_loss.as<float>(),
-                     dlogits ? dlogits.as<Gradient>() : nullptr, width),
-                 "cross_entropy");
+  Launch{static_cast<unsigned>(logits.rows() * kClusterBlocks), kClusterThreads,
+         static_cast<std::size_t>(bytes), stream_of(context.stream), kClusterBlocks}(
+      cluster_kernel<Gradient>, logits.as<float>(), targets.as<std::int32_t>(), weights.as<float>(),
+      token_loss.as<float>(), dlogits ? dlogits.as<Gradient>() : nullptr, width);
 }
 
 template <typename Gradient>
@@ -441,10 +431,11 @@ void launch(const Context& context, const Tensor& logits, const Tensor& targets,
                              room * static_cast<int>(sizeof(float))),
         "cross_entropy");
   }
-  cross_entropy_kernel<Gradient><<<static_cast<unsigned>(logits.rows()), threads, held * sizeof(float),
-                                   stream_of(context.stream)>>>(
-      logits.as<float>(), targets.as<std::int32_t>(), weights.as<float>(), token_loss.as<float>(),
-      dlogits ? dlogits.as<Gradient>() : nullptr, width, held);
+  Launch{static_cast<unsigned>(logits.rows()), static_cast<unsigned>(threads), held * sizeof(float),
+         stream_of(context.stream)}(cross_entropy_kernel<Gradient>, logits.as<float>(),
+                                    targets.as<std::int32_t>(), weights.as<float>(),
+                                    token_loss.as<float>(), dlogits ? dlogits.as<Gradient>() : nullptr,
+                                    width, held);
   expect_launched("cross_entropy");
 }
 

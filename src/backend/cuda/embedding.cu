@@ -42,6 +42,7 @@ template <typename Word, typename Storage>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const std::int32_t* tokens, std::int64_t count, const Storage* table,
                    std::int64_t vocabulary, std::int64_t width, Storage* out) {
+  await_predecessors();
   const std::int64_t words =
       width * static_cast<std::int64_t>(sizeof(Storage)) / static_cast<std::int64_t>(sizeof(Word));
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
@@ -74,6 +75,7 @@ __device__ __forceinline__ std::int32_t bounded(std::int32_t token, std::int32_t
 __global__ void __launch_bounds__(kTileWarps* kWarp)
     count_kernel(const std::int32_t* tokens, std::int32_t vocabulary, int positions, int shift,
                  std::uint32_t* counts, int tiles) {
+  await_predecessors();
   __shared__ std::uint32_t of_warps[kTileWarps][kDigits];
   std::uint32_t* const counted = of_warps[threadIdx.x / kWarp];
   for (int digit = lane_index(); digit < kDigits; digit += kWarp) counted[digit] = 0;
@@ -93,6 +95,7 @@ __global__ void __launch_bounds__(kTileWarps* kWarp)
 /// counts[i] = sum of counts[0, i).  One block; a warp owns a run of neighbouring counts, and takes four
 /// per lane at a time. `count` is a multiple of four.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(std::uint32_t* counts, int count) {
+  await_predecessors();
   constexpr int kScanWarps = kScanThreads / kWarp, kStep = 4 * kWarp;
   __shared__ std::uint32_t of_warps[kScanWarps];
   const int warp = static_cast<int>(threadIdx.x / kWarp);
@@ -131,6 +134,7 @@ __global__ void __launch_bounds__(kTileWarps* kWarp)
     place_kernel(const std::int32_t* tokens, std::int32_t vocabulary, const std::int32_t* from,
                  int positions, int shift, const std::uint32_t* starts, int tiles,
                  std::int32_t* sorted_tokens, std::int32_t* sorted_positions) {
+  await_predecessors();
   __shared__ std::uint32_t of_warps[kTileWarps][kDigits];
   std::uint32_t* const next = of_warps[threadIdx.x / kWarp];
   const int tile = static_cast<int>(blockIdx.x) * kTileWarps + static_cast<int>(threadIdx.x / kWarp);
@@ -180,6 +184,7 @@ __global__ void __launch_bounds__(kRowThreads)
     backward_kernel(const std::int32_t* tokens, const std::int32_t* positions, int count,
                     const Storage* dout, bool aligned, QuantView view, std::int32_t vocabulary,
                     RandomWords key, std::int64_t* counters) {
+  await_predecessors();
   __shared__ float sums[kSuperBlock];
   const std::uint32_t groups = view.groups_per_row();
   const int first = static_cast<int>(blockIdx.x / groups);
@@ -237,6 +242,7 @@ __global__ void __launch_bounds__(kThreads)
     flat_backward_kernel(const std::int32_t* tokens, const std::int32_t* positions, int count,
                          const Storage* dout, int chunks_per_row, std::uint8_t* codes, float* scales,
                          int block_shift, std::int32_t vocabulary, std::int64_t* counters) {
+  await_predecessors();
   const std::int64_t index = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   const auto first = static_cast<int>(index / chunks_per_row);
   if (first >= count) return;  // whole warps, from here on
@@ -302,10 +308,10 @@ void CudaBackend::embedding_forward(const Context& context, const Tensor& tokens
   if (context.workspace.is_measuring() || out.count() == 0) return;
   for_storage("embedding_forward", table.type, [&]<typename Storage>() {
     const auto run = [&]<typename Word>() {
-      forward_kernel<Word, Storage>
-          <<<grid_blocks((tokens.count() + kWarps - 1) / kWarps, 16), kThreads, 0,
-             stream_of(context.stream)>>>(tokens.as<std::int32_t>(), tokens.count(), table.as<Storage>(),
-                                          table.rows(), table.width(), out.as<Storage>());
+      Launch{grid_blocks((tokens.count() + kWarps - 1) / kWarps, 16), kThreads, 0,
+             stream_of(context.stream)}(forward_kernel<Word, Storage>, tokens.as<std::int32_t>(),
+                                        tokens.count(), table.as<Storage>(), table.rows(), table.width(),
+                                        out.as<Storage>());
     };
     if (vector_aligned<Storage>(table.data, table.width()) &&
         vector_aligned<Storage>(out.data, out.width())) {
@@ -352,12 +358,12 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
     std::int32_t* const to_tokens = buffers + digit % 2 * 2 * positions;
     std::int32_t* const to_positions = to_tokens + positions;
     const int shift = kDigitBits * digit;
-    count_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(from_tokens, vocabulary, count, shift,
-                                                                 starts, tile_count);
-    scan_kernel<<<1, kScanThreads, 0, stream>>>(starts, kDigits * tile_count);
-    place_kernel<<<tile_blocks, kTileWarps * kWarp, 0, stream>>>(from_tokens, vocabulary, from_positions,
-                                                                 count, shift, starts, tile_count,
-                                                                 to_tokens, to_positions);
+    Launch{tile_blocks, kTileWarps * kWarp, 0, stream}(count_kernel, from_tokens, vocabulary, count,
+                                                       shift, starts, tile_count);
+    Launch{1, kScanThreads, 0, stream}(scan_kernel, starts, kDigits * tile_count);
+    Launch{tile_blocks, kTileWarps * kWarp, 0, stream}(place_kernel, from_tokens, vocabulary,
+                                                       from_positions, count, shift, starts, tile_count,
+                                                       to_tokens, to_positions);
     from_tokens = to_tokens;
     from_positions = to_positions;
   }
@@ -371,16 +377,15 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
     if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
         view.segment_length % kChunk == 0 && vector_aligned<Storage>(dout.data, view.segment_length)) {
       const auto chunks = static_cast<int>(view.row_length / kChunk);
-      flat_backward_kernel<<<static_cast<unsigned>((positions * chunks + kWarps - 1) / kWarps), kThreads,
-                             0, stream>>>(from_tokens, from_positions, count, dout.as<Storage>(), chunks,
-                                          reinterpret_cast<std::uint8_t*>(view.codes),
-                                          reinterpret_cast<float*>(view.scales), view.block_shift,
-                                          vocabulary, counters ? counters.as<std::int64_t>() : nullptr);
+      Launch{static_cast<unsigned>((positions * chunks + kWarps - 1) / kWarps), kThreads, 0, stream}(
+          flat_backward_kernel<Storage>, from_tokens, from_positions, count, dout.as<Storage>(), chunks,
+          reinterpret_cast<std::uint8_t*>(view.codes), reinterpret_cast<float*>(view.scales),
+          view.block_shift, vocabulary, counters ? counters.as<std::int64_t>() : nullptr);
       return;
     }
     const auto run = [&]<Code code>() {
-      backward_kernel<code><<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(
-          from_tokens, from_positions, count, dout.as<Storage>(),
+      Launch{static_cast<unsigned>(blocks), kRowThreads, 0, stream}(
+          backward_kernel<code, Storage>, from_tokens, from_positions, count, dout.as<Storage>(),
           vector_aligned<Storage>(dout.data, view.segment_length), view, vocabulary, mixed_key(key),
           counters ? counters.as<std::int64_t>() : nullptr);
     };

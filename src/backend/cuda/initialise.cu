@@ -23,6 +23,7 @@ __device__ double open_uniform(std::uint32_t bits) {
 // The device's counterpart of random_normal (core/random.cpp).
 __global__ void __launch_bounds__(kThreads)
     fill_normal_kernel(RandomWords key, double deviation, float* x, std::int64_t count) {
+  await_predecessors();
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     const RandomWords words = random_words(key, static_cast<std::uint64_t>(i) / 2);
@@ -38,6 +39,7 @@ template <typename Storage>
 __global__ void __launch_bounds__(kThreads)
     initialise_weight_kernel(const float* initial, Storage* weight, float* exact,
                              std::int16_t* remainder, std::int64_t count) {
+  await_predecessors();
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     if constexpr (std::is_same_v<Storage, Bf16>) {
@@ -61,8 +63,8 @@ void CudaBackend::fill_normal(const Context& context, const RandomKey& key, doub
                               const Tensor& x) {
   expect("fill_normal", "x", x, ElementType::kFp32, x.count());
   if (context.workspace.is_measuring() || x.count() == 0) return;
-  fill_normal_kernel<<<blocks_for(x.count()), kThreads, 0, stream_of(context.stream)>>>(
-      mixed_key(key), deviation, x.as<float>(), x.count());
+  Launch{blocks_for(x.count()), kThreads, 0, stream_of(context.stream)}(
+      fill_normal_kernel, mixed_key(key), deviation, x.as<float>(), x.count());
   expect_launched("fill_normal");
 }
 
@@ -74,8 +76,9 @@ void CudaBackend::initialise_weight(const Context& context, const Tensor& initia
   std::int16_t* const remainder =
       master && kind == MasterKind::kRemainder ? master.as<std::int16_t>() : nullptr;
   for_storage("initialise_weight", weight.type, [&]<typename Storage>() {
-    initialise_weight_kernel<<<blocks_for(weight.count()), kThreads, 0, stream_of(context.stream)>>>(
-        initial.as<float>(), weight.as<Storage>(), exact, remainder, weight.count());
+    Launch{blocks_for(weight.count()), kThreads, 0, stream_of(context.stream)}(
+        initialise_weight_kernel<Storage>, initial.as<float>(), weight.as<Storage>(), exact, remainder,
+        weight.count());
   });
   expect_launched("initialise_weight");
 }

@@ -21,6 +21,7 @@ __device__ __forceinline__ void narrow(float value, Fp16& place) { place = to_fp
 template <typename Source, typename Destination>
 __global__ void __launch_bounds__(kThreads)
     copy_kernel(const Source* source, Destination* destination, std::int64_t count) {
+  await_predecessors();
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     narrow(widen(source[i]), destination[i]);
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const Storage* a, const Storage* b, Storage* sum, std::int64_t count) {
+  await_predecessors();
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads * kVector;
   for (std::int64_t i = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < count;
        i += step) {
@@ -54,8 +56,8 @@ template <typename Source>
 void copy_from(cudaStream_t stream, const Tensor& source, const Tensor& destination) {
   const std::int64_t count = source.count();
   const auto run = [&]<typename Destination>() {
-    copy_kernel<<<blocks_for(count), kThreads, 0, stream>>>(source.as<Source>(),
-                                                            destination.as<Destination>(), count);
+    Launch{blocks_for(count), kThreads, 0, stream}(copy_kernel<Source, Destination>, source.as<Source>(),
+                                                   destination.as<Destination>(), count);
   };
   switch (destination.type) {
     case ElementType::kFp32: return run.template operator()<float>();
@@ -126,8 +128,8 @@ void CudaBackend::add(const Context& context, const Tensor& a, const Tensor& b, 
     check(vector_aligned<Storage>(a.data, kVector) && vector_aligned<Storage>(b.data, kVector) &&
               vector_aligned<Storage>(sum.data, kVector),
           "add: tensors start at multiples of 16 bytes");
-    add_kernel<<<blocks_for((count + kVector - 1) / kVector), kThreads, 0, stream_of(context.stream)>>>(
-        a.as<Storage>(), b.as<Storage>(), sum.as<Storage>(), count);
+    Launch{blocks_for((count + kVector - 1) / kVector), kThreads, 0, stream_of(context.stream)}(
+        add_kernel<Storage>, a.as<Storage>(), b.as<Storage>(), sum.as<Storage>(), count);
   });
   expect_launched("add");
 }

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
     forward_kernel(NormRows shape, QuantView given_view, Storage* x, const Storage* delta,
                    const Storage* weight, Storage* y, float* rstd, bool vectors, RandomWords key,
                    std::int64_t* counters) {
+  await_predecessors();
   const QuantView view = kWhole ? with_known_layout(given_view) : given_view;
   const bool aligned = kWhole || vectors;
   __shared__ float mean_slots[kMaxGroups], square_slots[kMaxGroups];
@@ -228,6 +229,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
 /// it computes one, and the weights stay in registers.
 __global__ void __launch_bounds__(kThreads, kSavedResidentBlocks)
     whole_forward_saved_kernel(NormRows shape, QuantView view, const Bf16* weight, Bf16* y) {
+  await_predecessors();
   // Two sets, used in turn: as in backward_kernel.
   __shared__ float slots[2][kMaxGroups];
   const Place place = place_of_warp(shape);
@@ -297,6 +299,7 @@ template <typename Storage, Code code>
 __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? kBackwardBlocksPerMultiprocessor : 1)
     backward_kernel(NormRows shape, QuantView view, const Storage* dy, const Storage* weight,
                     const float* rstd, Storage* dx, bool aligned, float* partials) {
+  await_predecessors();
   // Two sets, used in turn: a warp that is a row ahead writes to the other one, and the barrier of that
   // row keeps it from going further.
   __shared__ float slots[2][4][kMaxGroups];
@@ -389,6 +392,7 @@ struct NextGroup {
 __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     whole_backward_kernel(NormRows shape, QuantView view, const Bf16* dy, const Bf16* weight,
                           const float* rstd, Bf16* dx, float* partials) {
+  await_predecessors();
   __shared__ float slots[2][2][kMaxGroups];  // as in backward_kernel
   extern __shared__ __align__(16) std::byte shared[];
   auto* const next_groups = reinterpret_cast<NextGroup*>(shared);
@@ -471,6 +475,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
 /// then the first warp adds the warps' sums in order.
 __global__ void __launch_bounds__(kSumThreads)
     sum_partials_kernel(const float* partials, std::int64_t count, std::int64_t width, float* dweight) {
+  await_predecessors();
   constexpr int kWarps = kSumThreads / kWarp;
   __shared__ float sums[kWarps][kWarp];
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -529,6 +534,7 @@ template <typename Storage>
 __global__ void __launch_bounds__(kThreads)
     long_forward_kernel(NormRows shape, const Storage* x, const Storage* weight, Storage* y,
                         float* rstd) {
+  await_predecessors();
   __shared__ float slots[kThreads / kWarp];
   for (std::int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
     const Storage* const in = x + row * shape.width;
@@ -546,6 +552,7 @@ template <typename Storage>
 __global__ void __launch_bounds__(kThreads)
     long_backward_kernel(NormRows shape, const Storage* x, const Storage* dy, const Storage* weight,
                          const float* rstd, Storage* dx, float* partials) {
+  await_predecessors();
   __shared__ float slots[kThreads / kWarp];
   const float width = static_cast<float>(shape.width);
   float* const dw = partials == nullptr ? nullptr : partials + std::int64_t{blockIdx.x} * shape.width;
@@ -598,8 +605,8 @@ void launch_forward(const Context& context, const NormRows& shape, const QuantVi
                     const Tensor& rstd, const RandomKey& key, const Tensor& counters) {
   const bool aligned = all_aligned<Storage>(view.segment_length, {&x, &delta, &weight, &y});
   const auto launch = [&](auto kernel, const NormRows& rows) {
-    kernel<<<static_cast<unsigned>(rows.sets()), rows.threads(), 0, stream_of(context.stream)>>>(
-        rows, view, data_of<Storage>(x), data_of<Storage>(delta), data_of<Storage>(weight),
+    Launch{static_cast<unsigned>(rows.sets()), rows.threads(), 0, stream_of(context.stream)}(
+        kernel, rows, view, data_of<Storage>(x), data_of<Storage>(delta), data_of<Storage>(weight),
         y.as<Storage>(), data_of<float>(rstd), aligned, mixed_key(key), data_of<std::int64_t>(counters));
   };
   if constexpr (kInput != Input::kTensor && code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
@@ -610,9 +617,8 @@ void launch_forward(const Context& context, const NormRows& shape, const QuantVi
         return launch(forward_kernel<Storage, kInput, code, true>, one_team);
       } else {
         const int resident = kSavedResidentBlocks * kThreads / static_cast<int>(one_team.threads());
-        whole_forward_saved_kernel<<<grid_blocks(shape.rows, resident), one_team.threads(), 0,
-                                     stream_of(context.stream)>>>(one_team, view, weight.as<Bf16>(),
-                                                                  y.as<Bf16>());
+        Launch{grid_blocks(shape.rows, resident), one_team.threads(), 0, stream_of(context.stream)}(
+            whole_forward_saved_kernel, one_team, view, weight.as<Bf16>(), y.as<Bf16>());
         return;
       }
     }
@@ -636,9 +642,8 @@ void sum_partials(const Context& context, const Tensor& partials, unsigned count
                   const Tensor& dweight) {
   if (!partials) return;
   const std::int64_t width = dweight.count();
-  sum_partials_kernel<<<static_cast<unsigned>((width + kWarp - 1) / kWarp), kSumThreads, 0,
-                        stream_of(context.stream)>>>(partials.as<float>(), count, width,
-                                                     dweight.as<float>());
+  Launch{static_cast<unsigned>((width + kWarp - 1) / kWarp), kSumThreads, 0, stream_of(context.stream)}(
+      sum_partials_kernel, partials.as<float>(), count, width, dweight.as<float>());
 }
 
 /// dx and dw from an x that `view` describes, in registers.
@@ -656,15 +661,15 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
           expect_success(cudaFuncSetAttribute(whole_backward_kernel,
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                          "norm_backward");
-          whole_backward_kernel<<<blocks, shape.threads(), kBytes, stream_of(context.stream)>>>(
-              shape, view, dy.as<Bf16>(), weight.as<Bf16>(), data_of<float>(rstd), dx.as<Bf16>(),
-              partials.as<float>());
+          Launch{blocks, shape.threads(), kBytes, stream_of(context.stream)}(
+              whole_backward_kernel, shape, view, dy.as<Bf16>(), weight.as<Bf16>(), data_of<float>(rstd),
+              dx.as<Bf16>(), partials.as<float>());
           return;
         }
       }
-      backward_kernel<Storage, code><<<blocks, shape.threads(), 0, stream_of(context.stream)>>>(
-          shape, view, dy.as<Storage>(), data_of<Storage>(weight), data_of<float>(rstd),
-          dx.as<Storage>(), aligned, data_of<float>(partials));
+      Launch{blocks, shape.threads(), 0, stream_of(context.stream)}(
+          backward_kernel<Storage, code>, shape, view, dy.as<Storage>(), data_of<Storage>(weight),
+          data_of<float>(rstd), dx.as<Storage>(), aligned, data_of<float>(partials));
     });
   });
   sum_partials(context, partials, blocks, dweight);
@@ -696,8 +701,9 @@ void CudaBackend::norm_forward(const Context& context, NormKind kind, const Tens
       launch_forward<Storage, Input::kTensor, kAnyCode>(context, shape, view, x, {}, weight, y, rstd, {},
                                                         {});
     } else {
-      long_forward_kernel<Storage><<<grid_blocks(x.rows(), 8), kThreads, 0, stream_of(context.stream)>>>(
-          shape, x.as<Storage>(), data_of<Storage>(weight), y.as<Storage>(), data_of<float>(rstd));
+      Launch{grid_blocks(x.rows(), 8), kThreads, 0, stream_of(context.stream)}(
+          long_forward_kernel<Storage>, shape, x.as<Storage>(), data_of<Storage>(weight),
+          y.as<Storage>(), data_of<float>(rstd));
     }
   });
   expect_launched("norm_forward");
@@ -717,9 +723,9 @@ void CudaBackend::norm_backward(const Context& context, NormKind kind, const Ten
   } else {
     const unsigned blocks = backward_blocks(x.rows());
     for_storage("norm_backward", x.type, [&]<typename Storage>() {
-      long_backward_kernel<Storage><<<blocks, kThreads, 0, stream_of(context.stream)>>>(
-          shape, x.as<Storage>(), dy.as<Storage>(), data_of<Storage>(weight), data_of<float>(rstd),
-          dx.as<Storage>(), data_of<float>(partials));
+      Launch{blocks, kThreads, 0, stream_of(context.stream)}(
+          long_backward_kernel<Storage>, shape, x.as<Storage>(), dy.as<Storage>(),
+          data_of<Storage>(weight), data_of<float>(rstd), dx.as<Storage>(), data_of<float>(partials));
     });
     sum_partials(context, partials, blocks, dweight);
   }

@@ -25,6 +25,7 @@ __device__ __forceinline__ double block_sum(double value) {
 
 static __global__ void __launch_bounds__(kSumThreads)
     add_parts_kernel(const double* parts, double* total) {
+  await_predecessors();
   double value = 0;
   for (int i = static_cast<int>(threadIdx.x); i < kSumParts; i += kSumThreads) value += parts[i];
   value = block_sum<kSumThreads>(value);
@@ -37,7 +38,7 @@ inline Tensor take_parts(const Context& context) {
 
 /// total[0] = the sum of the parts.
 inline void add_parts(cudaStream_t stream, const Tensor& parts, const Tensor& total) {
-  add_parts_kernel<<<1, kSumThreads, 0, stream>>>(parts.as<double>(), total.as<double>());
+  Launch{1, kSumThreads, 0, stream}(add_parts_kernel, parts.as<double>(), total.as<double>());
 }
 
 inline void check_total(std::string_view operation, const Tensor& total) {

@@ -156,6 +156,7 @@ unsigned flat_blocks(std::int64_t units) {
 __global__ void __launch_bounds__(kFlatThreads, 1)
     add_flat_kernel(const __grid_constant__ Planes planes, uint4* codes, float* scales, int block_shift,
                     std::int64_t units, std::int64_t* counters) {
+  await_predecessors();
   const int lanes = (1 << block_shift) / kUnit;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
   LaneCounts counts;
@@ -182,6 +183,7 @@ template <Code code>
 __global__ void __launch_bounds__(kThreads)
     add_groups_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
                       const __grid_constant__ QuantView sum, RandomWords key, std::int64_t* counters) {
+  await_predecessors();
   LaneCounts counts;
   const std::uint32_t step = gridDim.x * (kThreads / kWarp);
   for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < sum.groups;
@@ -277,6 +279,7 @@ template <Layout layout>
 __global__ void __launch_bounds__(kSumThreads)
     squares_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
                    UnitCut cut, double* parts) {
+  await_predecessors();
   double total = 0;
   for (std::int64_t unit = std::int64_t{blockIdx.x} * kSumThreads + threadIdx.x; unit < cut.units;
        unit += std::int64_t{kSumParts} * kSumThreads) {
@@ -301,6 +304,7 @@ __device__ __forceinline__ float rounded_to_e4m3(float y) {
 __global__ void __launch_bounds__(kThreads)
     add_naively_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
                        const __grid_constant__ QuantView sum, std::int64_t elements, float scale) {
+  await_predecessors();
   const float reciprocal = scale > 0.0f ? 1.0f / scale : 0.0f;
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < elements; i += step) {
@@ -320,6 +324,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     fill_scales_kernel(float* scales, std::int64_t count, float scale) {
+  await_predecessors();
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < count) scales[i] = scale;
 }
@@ -345,17 +350,17 @@ void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor
   std::int64_t* const counted = counters ? counters.as<std::int64_t>() : nullptr;
   if (has_flat_units(of_pieces) && has_flat_units(of_sum) && of_pieces.block == of_sum.block) {
     const std::int64_t units = sum.grid.count() / kUnit;
-    add_flat_kernel<<<flat_blocks(units), kFlatThreads, 0, stream>>>(
-        planes, reinterpret_cast<uint4*>(of_sum.codes), reinterpret_cast<float*>(of_sum.scales),
-        of_sum.block_shift, units, counted);
+    Launch{flat_blocks(units), kFlatThreads, 0, stream}(
+        add_flat_kernel, planes, reinterpret_cast<uint4*>(of_sum.codes),
+        reinterpret_cast<float*>(of_sum.scales), of_sum.block_shift, units, counted);
     return expect_launched("add_pieces");
   }
   const auto run = [&]<Code code>() {
     constexpr std::int64_t kWarps = kThreads / kWarp;
     const unsigned blocks =
         grid_blocks((std::int64_t{of_sum.groups} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
-    add_groups_kernel<code>
-        <<<blocks, kThreads, 0, stream>>>(planes, of_pieces, of_sum, mixed_key(key), counted);
+    Launch{blocks, kThreads, 0, stream}(add_groups_kernel<code>, planes, of_pieces, of_sum,
+                                        mixed_key(key), counted);
   };
   switch (of_pieces.path == of_sum.path ? of_sum.path : kSharedPath) {
     case Code::kE4m3: run.template operator()<Code::kE4m3>(); break;
@@ -376,13 +381,13 @@ void CudaBackend::add_pieces_naively(const Context& context, std::span<const Qua
   if (context.workspace.is_measuring() || sum.grid.count() == 0) return;
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t elements = sum.grid.count();
-  add_naively_kernel<<<grid_blocks((elements + kThreads - 1) / kThreads, kBlocksPerMultiprocessor),
-                       kThreads, 0, stream>>>(planes_of(pieces), view_of_all(pieces), view_of(sum),
-                                              elements, scale);
+  Launch{grid_blocks((elements + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,
+         stream}(add_naively_kernel, planes_of(pieces), view_of_all(pieces), view_of(sum), elements,
+                 scale);
   const std::int64_t scales =
       sum.rows() * row_bytes(sum.format, sum.grid).scales / static_cast<std::int64_t>(sizeof(float));
-  fill_scales_kernel<<<static_cast<unsigned>((scales + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-      reinterpret_cast<float*>(sum.scales), scales, scale);
+  Launch{static_cast<unsigned>((scales + kThreads - 1) / kThreads), kThreads, 0, stream}(
+      fill_scales_kernel, reinterpret_cast<float*>(sum.scales), scales, scale);
   expect_launched("add_pieces_naively");
 }
 
@@ -404,7 +409,8 @@ void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const 
   const UnitCut cut{pieces.front().rows() * per_row, static_cast<std::uint32_t>(per_row)};
   const cudaStream_t stream = stream_of(context.stream);
   const auto run = [&]<Layout layout>() {
-    squares_kernel<layout><<<kSumParts, kSumThreads, 0, stream>>>(planes, view, cut, parts.as<double>());
+    Launch{kSumParts, kSumThreads, 0, stream}(squares_kernel<layout>, planes, view, cut,
+                                              parts.as<double>());
   };
   if (has_flat_units(view)) {
     run.template operator()<Layout::kFlatE4m3>();

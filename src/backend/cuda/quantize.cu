@@ -40,6 +40,7 @@ template <Code code, typename Storage>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     quantize_kernel(const Storage* source, bool aligned, QuantView view, RandomWords key,
                     std::int64_t* counters) {
+  await_predecessors();
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
@@ -53,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 __global__ void __launch_bounds__(kThreads, kWholeResidentBlocks)
     whole_quantize_kernel(const Bf16* source, QuantView view, WholeGroups groups,
                           std::int64_t* counters) {
+  await_predecessors();
   const WholeNf4Encoder encoder(view);
   LaneCounts counts;
   const std::uint32_t step = gridDim.x * (kThreads / kWarp);
@@ -69,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, kWholeResidentBlocks)
 template <Code code, typename Storage>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     dequantize_kernel(QuantView view, Storage* destination, bool aligned) {
+  await_predecessors();
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
     decode_group<code>(view, group, values);
@@ -80,6 +83,7 @@ template <Code code, typename Storage>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDynamic8))
     accumulate_kernel(const Storage* addend, bool aligned, QuantView view, RandomWords key,
                       std::int64_t* counters) {
+  await_predecessors();
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
@@ -110,6 +114,7 @@ template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
     flat_accumulate_kernel(const Storage* addend, uint2* codes, float* scales, int block_shift,
                            ChunkCut cut, std::int64_t* counters) {
+  await_predecessors();
   const int lanes = (1 << block_shift) / kVector;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
   LaneCounts counts;
@@ -154,6 +159,7 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
     flat_dequantize_kernel(const std::uint32_t* codes, const std::uint8_t* scales, const Bf16* super,
                            int block_shift, std::uint32_t chunks_per_segment,
                            std::uint32_t groups_per_segment, std::int64_t chunks, Storage* destination) {
+  await_predecessors();
   const float level = group_detail::level_of_lane<Code::kNf4>();
   const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
   for (std::int64_t first =
@@ -194,6 +200,7 @@ constexpr int kDecodingBlocks = 5;  // 48 registers
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kDecodingBlocks)
     whole_dequantize_kernel(QuantView view, WholeGroups groups, Storage* destination) {
+  await_predecessors();
   const float level = group_detail::level_of_lane<Code::kNf4>();
   const std::uint32_t step = gridDim.x * (kThreads / kWarp);
   std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
@@ -228,6 +235,7 @@ struct SharedSource {
 };
 __global__ void __launch_bounds__(kThreads)
     shared_encode_kernel(SharedSource source, QuantView view, RandomWords key, std::int64_t* counters) {
+  await_predecessors();
   LaneCounts counts;
   for_each_group(view, [&](const Group& group) {
     GroupValues values;
@@ -248,8 +256,9 @@ void launch_shared(const Context& context, const Tensor& source, bool accumulate
   const bool is_fp32 = source.type == ElementType::kFp32;
   const bool aligned = is_fp32 ? vector_aligned<float>(source.data, view.segment_length)
                                : vector_aligned<Bf16>(source.data, view.segment_length);
-  shared_encode_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-      {source.data, is_fp32, aligned, accumulates}, view, mixed_key(key), counters);
+  Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+      shared_encode_kernel, SharedSource{source.data, is_fp32, aligned, accumulates}, view,
+      mixed_key(key), counters);
 }
 
 /// Calls run.operator()<code>() for the path of an activation's format, which are the instances for
@@ -307,14 +316,16 @@ void CudaBackend::quantize(const Context& context, const Tensor& source, const Q
         [&]<Code code>() {
           if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
             if (has_whole_nf4_blocks(view) && vector_aligned<Bf16>(source.data, view.segment_length)) {
-              whole_quantize_kernel<<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-                  source.as<Bf16>(), view, whole_groups(view), counters_of(counters));
+              Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+                  whole_quantize_kernel, source.as<Bf16>(), view, whole_groups(view),
+                  counters_of(counters));
               return;
             }
           }
-          quantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-              source.as<Storage>(), vector_aligned<Storage>(source.data, view.segment_length), view,
-              mixed_key(key), counters_of(counters));
+          Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+              quantize_kernel<code, Storage>, source.as<Storage>(),
+              vector_aligned<Storage>(source.data, view.segment_length), view, mixed_key(key),
+              counters_of(counters));
         },
         [&] { launch_shared(context, source, false, view, key, counters_of(counters)); });
   });
@@ -331,8 +342,8 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
     if (has_whole_nf4_blocks(view) && vector_aligned<Storage>(destination.data, view.segment_length)) {
       const unsigned blocks = grid_blocks(
           (std::int64_t{view.groups} + kThreads / kWarp - 1) / (kThreads / kWarp), 2 * kDecodingBlocks);
-      whole_dequantize_kernel<<<blocks, kThreads, 0, stream_of(context.stream)>>>(
-          view, whole_groups(view), destination.as<Storage>());
+      Launch{blocks, kThreads, 0, stream_of(context.stream)}(
+          whole_dequantize_kernel<Storage>, view, whole_groups(view), destination.as<Storage>());
       return;
     }
     const std::int64_t chunks = destination.count() / kFlatChunk;
@@ -340,8 +351,8 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
         chunks < std::int64_t{1} << 32 && view.aligned &&
         vector_aligned<Storage>(destination.data, view.segment_length) &&
         view.segment_length % kFlatChunk == 0) {
-      flat_dequantize_kernel<<<flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)>>>(
-          reinterpret_cast<const std::uint32_t*>(view.codes),
+      Launch{flat_blocks_for(chunks), kThreads, 0, stream_of(context.stream)}(
+          flat_dequantize_kernel<Storage>, reinterpret_cast<const std::uint32_t*>(view.codes),
           reinterpret_cast<const std::uint8_t*>(view.scales), reinterpret_cast<const Bf16*>(view.super),
           view.block_shift, static_cast<std::uint32_t>(view.segment_length / kFlatChunk),
           view.groups_per_segment, chunks, destination.as<Storage>());
@@ -350,13 +361,13 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
     for_activation_path<Storage>(
         view,
         [&]<Code code>() {
-          dequantize_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-              view, destination.as<Storage>(),
+          Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+              dequantize_kernel<code, Storage>, view, destination.as<Storage>(),
               vector_aligned<Storage>(destination.data, view.segment_length));
         },
         [&] {
-          dequantize_kernel<kSharedPath><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-              view, destination.as<Storage>(),
+          Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+              dequantize_kernel<kSharedPath, Storage>, view, destination.as<Storage>(),
               vector_aligned<Storage>(destination.data, view.segment_length));
         });
   });
@@ -374,18 +385,18 @@ void CudaBackend::accumulate(const Context& context, const Tensor& addend, const
     if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
         vector_aligned<Storage>(addend.data, view.segment_length)) {
       const ChunkCut cut = chunk_cut(view, addend.count());
-      flat_accumulate_kernel<<<flat_blocks_for(cut.total_chunks), kThreads, 0,
-                               stream_of(context.stream)>>>(
-          addend.as<Storage>(), reinterpret_cast<uint2*>(view.codes),
+      Launch{flat_blocks_for(cut.total_chunks), kThreads, 0, stream_of(context.stream)}(
+          flat_accumulate_kernel<Storage>, addend.as<Storage>(), reinterpret_cast<uint2*>(view.codes),
           reinterpret_cast<float*>(view.scales), view.block_shift, cut, counters_of(counters));
       return;
     }
     for_gradient_path(
         view,
         [&]<Code code>() {
-          accumulate_kernel<code><<<blocks_for(view), kThreads, 0, stream_of(context.stream)>>>(
-              addend.as<Storage>(), vector_aligned<Storage>(addend.data, view.segment_length), view,
-              mixed_key(key), counters_of(counters));
+          Launch{blocks_for(view), kThreads, 0, stream_of(context.stream)}(
+              accumulate_kernel<code, Storage>, addend.as<Storage>(),
+              vector_aligned<Storage>(addend.data, view.segment_length), view, mixed_key(key),
+              counters_of(counters));
         },
         [&] { launch_shared(context, addend, true, view, key, counters_of(counters)); });
   });

@@ -26,6 +26,7 @@ constexpr int kParts = kSumParts;
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const Element* x, std::int64_t count, double* parts) {
+  await_predecessors();
   double total = 0;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
        i += std::int64_t{kParts} * kThreads) {
@@ -71,6 +72,7 @@ __device__ __forceinline__ double group_sum_of_squares(const QuantView& view, st
 
 template <Code code>
 __global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(QuantView view, double* parts) {
+  await_predecessors();
   double total = 0;
   for (std::uint64_t index = blockIdx.x * kWarps + threadIdx.x / kWarp; index < view.groups;
        index += std::uint64_t{kParts} * kWarps) {
@@ -88,6 +90,7 @@ constexpr int kInFlight = 4;
 __global__ void __launch_bounds__(kThreads)
     flat_sum_of_squares_kernel(const uint4* codes, const float* scales, int block_shift,
                                std::int64_t vectors, double* parts) {
+  await_predecessors();
   double total = 0;
   constexpr std::int64_t kStep = std::int64_t{kParts} * kThreads;
   const std::int64_t begin = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -136,7 +139,8 @@ void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& tot
   if (context.workspace.is_measuring()) return;
   const cudaStream_t stream = stream_of(context.stream);
   const auto run = [&]<typename Element>() {
-    sum_kernel<<<kParts, kThreads, 0, stream>>>(x.as<Element>(), x.count(), parts.as<double>());
+    Launch{kParts, kThreads, 0, stream}(sum_kernel<Element>, x.as<Element>(), x.count(),
+                                        parts.as<double>());
   };
   switch (x.type) {
     case ElementType::kFp64: run.template operator()<double>(); break;
@@ -158,12 +162,13 @@ void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, c
   const cudaStream_t stream = stream_of(context.stream);
   const QuantView view = view_of(x);
   const auto run = [&]<Code code>() {
-    sum_of_squares_kernel<code><<<kParts, kThreads, 0, stream>>>(view, parts.as<double>());
+    Launch{kParts, kThreads, 0, stream}(sum_of_squares_kernel<code>, view, parts.as<double>());
   };
   if (is_flat(view)) {
-    flat_sum_of_squares_kernel<<<kParts, kThreads, 0, stream>>>(
-        reinterpret_cast<const uint4*>(view.codes), reinterpret_cast<const float*>(view.scales),
-        view.block_shift, x.grid.count() / kWide, parts.as<double>());
+    Launch{kParts, kThreads, 0, stream}(flat_sum_of_squares_kernel,
+                                        reinterpret_cast<const uint4*>(view.codes),
+                                        reinterpret_cast<const float*>(view.scales), view.block_shift,
+                                        x.grid.count() / kWide, parts.as<double>());
     add_parts(stream, parts, total);
     return expect_launched("sum_of_squares");
   }

@@ -36,6 +36,7 @@ __device__ __forceinline__ void rotate(float& a, float& b, float cosine, float s
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, 3)
     rope_vectors(Storage* qkv, const std::int32_t* positions, const float* table, Geometry g) {
+  await_predecessors();
   const int thread = threadIdx.x % kTokenThreads;
   const int vectors = g.half / kVector, slots = kTokenThreads / vectors;
   const int vector = thread % vectors, slot = thread / vectors;
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads)
     rope_pairs(Storage* qkv, const std::int32_t* positions, const float* table, Geometry g) {
+  await_predecessors();
   const std::int64_t per_token = std::int64_t{g.rotated} * g.half;
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t index = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -122,12 +124,14 @@ void CudaBackend::rope(const Context& context, const AttentionShape& shape, cons
                          vector_aligned<float>(table.data, kVector);
     if (vectors) {
       constexpr std::int64_t kTokens = kThreads / kTokenThreads;
-      rope_vectors<<<grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads,
-                     0, stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
+      Launch{grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads, 0,
+             stream}(rope_vectors<Storage>, qkv.as<Storage>(), positions.as<std::int32_t>(),
+                     table.as<float>(), g);
     } else {
       const std::int64_t pairs = tokens * g.rotated * g.half;
-      rope_pairs<<<grid_blocks((pairs + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,
-                   stream>>>(qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
+      Launch{grid_blocks((pairs + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,
+             stream}(rope_pairs<Storage>, qkv.as<Storage>(), positions.as<std::int32_t>(),
+                     table.as<float>(), g);
     }
   });
   expect_launched("rope");

@@ -79,6 +79,7 @@ template <typename Storage, bool kSave, Code code>
 __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
     forward_kernel(QuantView view, Pairs pairs, const Storage* gate_up, Storage* hidden, RandomWords key,
                    std::int64_t* counters) {
+  await_predecessors();
   LaneCounts counts;
   for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
     const Storage* const row = gate_up + gate.row * 2 * pairs.width;
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
 __global__ void __launch_bounds__(kThreads, 3)
     whole_forward_kernel(QuantView view, WholePairs pairs, const Bf16* gate_up, Bf16* hidden,
                          std::int64_t* counters) {
+  await_predecessors();
   const WholeNf4Encoder encoder(view);
   const int begin = lane_index() * kVector;
   LaneCounts counts;
@@ -169,6 +171,7 @@ template <typename Storage, Code code>
 __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
     backward_kernel(QuantView view, Pairs pairs, const Storage* dhidden, Storage* dgate_up,
                     Storage* hidden) {
+  await_predecessors();
   for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
     PackedGroup<Storage> dhidden_packed;
     load_packed_group(gate, dhidden + gate.row * pairs.width, pairs.aligned, dhidden_packed);
@@ -195,6 +198,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 2 ? 2 : 1)
 __global__ void __launch_bounds__(kThreads, 3)
     whole_backward_kernel(QuantView given_view, Pairs pairs, const Bf16* dhidden, Bf16* dgate_up,
                           Bf16* hidden) {
+  await_predecessors();
   const QuantView view = with_known_layout(given_view);
   const float level = group_detail::level_of_lane<Code::kNf4>();
   for_each_pair(view, pairs, [&](const Group& gate, const Group& up) {
@@ -266,15 +270,16 @@ void launch_forward(std::string_view operation, const Context& context, const Te
         pairs_of(view, hidden, aligned<Storage>(view, gate_up) && aligned<Storage>(view, hidden));
     std::int64_t* const counted = counters ? counters.as<std::int64_t>() : nullptr;
     const auto launch = [&](auto kernel) {
-      kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-          view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key), counted);
+      Launch{blocks_for(pairs), kThreads, 0, stream_of(context.stream)}(
+          kernel, view, pairs, gate_up.as<Storage>(), hidden.as<Storage>(), mixed_key(key), counted);
     };
     if (saved) {
       for_fused_path<Storage>(view, [&]<Code code>() {
         if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
           if (pairs.aligned && has_whole_nf4_blocks(view)) {
-            whole_forward_kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-                view, whole_pairs(view, pairs), gate_up.as<Bf16>(), hidden.as<Bf16>(), counted);
+            Launch{blocks_for(pairs), kThreads, 0, stream_of(context.stream)}(
+                whole_forward_kernel, view, whole_pairs(view, pairs), gate_up.as<Bf16>(),
+                hidden.as<Bf16>(), counted);
             return;
           }
         }
@@ -295,15 +300,15 @@ void launch_backward(std::string_view operation, const Context& context, const T
                                  aligned<Storage>(view, dhidden) && aligned<Storage>(view, dgate_up) &&
                                      aligned<Storage>(view, hidden));
     const auto launch = [&](auto kernel) {
-      kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-          view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
+      Launch{blocks_for(pairs), kThreads, 0, stream_of(context.stream)}(
+          kernel, view, pairs, dhidden.as<Storage>(), dgate_up.as<Storage>(),
           hidden ? hidden.as<Storage>() : nullptr);
     };
     for_fused_path<Storage>(view, [&]<Code code>() {
       if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
         if (pairs.aligned && has_whole_nf4_blocks(view)) {
-          whole_backward_kernel<<<blocks_for(pairs), kThreads, 0, stream_of(context.stream)>>>(
-              view, pairs, dhidden.as<Bf16>(), dgate_up.as<Bf16>(),
+          Launch{blocks_for(pairs), kThreads, 0, stream_of(context.stream)}(
+              whole_backward_kernel, view, pairs, dhidden.as<Bf16>(), dgate_up.as<Bf16>(),
               hidden ? hidden.as<Bf16>() : nullptr);
           return;
         }
