@@ -12,6 +12,8 @@
 #include <memory>
 
 #include "backend/cuda/cudnn_attention.h"
+#include "core/element_type.h"
+#include "quant/format.h"
 
 namespace agoq::cuda {
 
@@ -34,6 +36,17 @@ struct Product {
   cublasLtMatmulAlgo_t algorithm{};
 };
 
+/// What decides into how many slabs a weight's gradient is cut.
+struct WeightGradientKey {
+  std::int64_t rows = 0, columns = 0, tokens = 0;
+  ElementType operand_type = ElementType::kFp32;
+  Code code = Code::kE4m3;
+  std::int64_t block = 0;
+  std::int64_t segments = 1;
+
+  auto operator<=>(const WeightGradientKey&) const = default;
+};
+
 struct Libraries {
   Libraries();
   ~Libraries();
@@ -49,6 +62,7 @@ struct Libraries {
   /// Calls into which backward attention is cut, at most: Backend::set_attention_groups.
   int attention_groups = 1;
   std::map<ProductKey, Product> products;
+  std::map<WeightGradientKey, std::int64_t> slab_rows;
   std::array<cudaEvent_t, 2> events{};  // start and end of a timing; made with the handle
   CudnnAttention attention;
 

@@ -33,6 +33,9 @@ constexpr int kCandidates = 8;
 constexpr int kTimedRuns = 3;
 /// The most that the FP32 product on its way to a quantised main gradient takes at once.
 constexpr std::int64_t kSlabBytes = std::int64_t{64} << 20;
+/// Slabs of up to kSlabBytes, a half and a quarter of it are timed: smaller ones stay in the cache,
+/// larger ones fill the GPU better.
+constexpr std::int64_t kSlabParts[] = {1, 2, 4};
 /// The tile of cuBLASLt's usual Hopper algorithm: what slabs are counted in.
 constexpr std::int64_t kTileRows = 128, kTileColumns = 256;
 
@@ -204,30 +207,75 @@ class Kept {
   std::vector<std::byte> memory_;
 };
 
+/// Keeps a quantised tensor in host memory during its life.
+class KeptGradient {
+ public:
+  KeptGradient(const QuantTensor& tensor, cudaStream_t stream) : stream_(stream) {
+    const RowBytes row = row_bytes(tensor.format, tensor.grid);
+    const std::pair<std::byte*, std::int64_t> planes[] = {{tensor.codes, row.codes},
+                                                          {tensor.bits, row.bits},
+                                                          {tensor.scales, row.scales},
+                                                          {tensor.super, row.super}};
+    for (const auto& [data, bytes] : planes) {
+      if (bytes > 0)
+        planes_.push_back(
+            {data, std::vector<std::byte>(static_cast<std::size_t>(bytes * tensor.rows()))});
+    }
+    for (Plane& plane : planes_) copy(plane.kept.data(), plane.data, plane.kept.size());
+  }
+  void restore() const {
+    for (const Plane& plane : planes_) copy(plane.data, plane.kept.data(), plane.kept.size());
+  }
+
+ private:
+  struct Plane {
+    std::byte* data;
+    std::vector<std::byte> kept;
+  };
+  void copy(void* to, const void* from, std::size_t bytes) const {
+    cuda::expect_success(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_),
+                         "accumulate_weight_gradient");
+    cuda::expect_success(cudaStreamSynchronize(stream_), "accumulate_weight_gradient");
+  }
+
+  cudaStream_t stream_;
+  std::vector<Plane> planes_;
+};
+
+/// Milliseconds that the work which run() queues takes on the stream.
+template <typename Run>
+float timed(Libraries& libraries, cudaStream_t stream, std::string_view operation, Run run) {
+  const auto [start, end] = libraries.events;
+  cuda::expect_success(cudaEventRecord(start, stream), operation);
+  run();
+  cuda::expect_success(cudaEventRecord(end, stream), operation);
+  cuda::expect_success(cudaEventSynchronize(end), operation);
+  float milliseconds = 0;
+  cuda::expect_success(cudaEventElapsedTime(&milliseconds, start, end), operation);
+  return milliseconds;
+}
+
 /// Index of the fastest candidate. Each runs once to load its kernel; then they take turns: the clock
 /// falls within the first milliseconds of full power, so a candidate timed to the end before the next
 /// would win by its place.
 int fastest(Libraries& libraries, const ProductKey& key, Product& product,
             const std::array<cublasLtMatmulHeuristicResult_t, kCandidates>& candidates, int found,
             const Operands& operands) {
-  const auto [start, end] = libraries.events;
   std::array<float, kCandidates> milliseconds{};  // infinity: does not run after all
   for (int round = 0; round <= kTimedRuns; ++round) {
     for (int i = 0; i < found; ++i) {
       const auto at = static_cast<std::size_t>(i);
       if (std::isinf(milliseconds[at])) continue;
-      cuda::expect_success(cudaEventRecord(start, operands.stream), "matmul");
-      if (run(libraries.cublas(), key, product, candidates[at].algo, operands) !=
-          CUBLAS_STATUS_SUCCESS) {
+      cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+      const float elapsed = timed(libraries, operands.stream, "matmul", [&] {
+        status = run(libraries.cublas(), key, product, candidates[at].algo, operands);
+      });
+      if (status != CUBLAS_STATUS_SUCCESS) {
         milliseconds[at] = std::numeric_limits<float>::infinity();
         cudaGetLastError();  // it is this candidate's, not the next operation's
-        continue;
+      } else if (round > 0) {
+        milliseconds[at] += elapsed;
       }
-      cuda::expect_success(cudaEventRecord(end, operands.stream), "matmul");
-      cuda::expect_success(cudaEventSynchronize(end), "matmul");
-      float elapsed = 0;
-      cuda::expect_success(cudaEventElapsedTime(&elapsed, start, end), "matmul");
-      if (round > 0) milliseconds[at] += elapsed;
     }
   }
   return static_cast<int>(std::min_element(milliseconds.begin(), milliseconds.begin() + found) -
@@ -294,6 +342,19 @@ std::int64_t slab_rows(std::int64_t rows, std::int64_t columns, std::int64_t mos
   return best;
 }
 
+/// The candidates for the rows of a slab, largest first.
+std::vector<std::int64_t> slab_candidates(std::int64_t rows, std::int64_t columns, std::int64_t most,
+                                          std::int64_t multiprocessors) {
+  std::vector<std::int64_t> candidates;
+  for (const std::int64_t parts : kSlabParts) {
+    const std::int64_t limit =
+        parts == 1 ? most : std::max(kTileRows, most / parts / kTileRows * kTileRows);
+    const std::int64_t candidate = slab_rows(rows, columns, std::min(limit, most), multiprocessors);
+    if (candidates.empty() || candidate < candidates.back()) candidates.push_back(candidate);
+  }
+  return candidates;
+}
+
 /// The most rows of dW that a slab may have: planned without a GPU.
 std::int64_t most_slab_rows(std::int64_t rows, std::int64_t columns) {
   const std::int64_t fitting = kSlabBytes / (columns * static_cast<std::int64_t>(sizeof(float)));
@@ -349,40 +410,66 @@ void CudaBackend::matmul(const Context& context, const Tensor& a, Transpose tran
 }
 
 // Slabs of rows: the product of a slab, in FP32, is added to its rows of the main gradient while it is
-// still in the cache, and the product of the whole tensor never exists.
+// still in the cache, and the product of the whole tensor never exists. How many rows a slab has is
+// timed like an algorithm, at the first gradient of a shape, and changes no sum.
 void CudaBackend::accumulate_weight_gradient(const Context& context, const Tensor& dy, const Tensor& x,
                                              const QuantTensor& main, const RandomKey& key,
                                              const Tensor& counters) {
-  const bool exact = main.format.is_exact() && element_type_of(main.format) == ElementType::kFp32;
-  // Stochastic rounding draws by the element's place in the whole tensor, which a slab does not know.
-  if (exact || main.format.rounding == Rounding::kStochastic) {
+  constexpr std::string_view kName = "accumulate_weight_gradient";
+  if (main.format.is_exact() && element_type_of(main.format) == ElementType::kFp32) {
     Backend::accumulate_weight_gradient(context, dy, x, main, key, counters);
     return;
   }
-  check(dy && x, "accumulate_weight_gradient: dy and x are required, and one was not given");
+  check(dy && x, "{}: dy and x are required, and one was not given", kName);
   check(dy.rows() == x.rows() && dy.width() == main.rows() && x.width() == main.width(),
-        "accumulate_weight_gradient: dy {} and x {} do not make a gradient of [{}, {}]",
-        dy.shape.to_string(), x.shape.to_string(), main.rows(), main.width());
+        "{}: dy {} and x {} do not make a gradient of [{}, {}]", kName, dy.shape.to_string(),
+        x.shape.to_string(), main.rows(), main.width());
   if (main.rows() == 0 || main.width() == 0) return;
+  check(dy.rows() > 0, "{}: there are no tokens to sum over", kName);
   const std::int64_t rows = main.rows(), columns = main.width();
   const std::int64_t most = most_slab_rows(rows, columns);
+  const cudaStream_t stream = stream_of(context.stream);
   const Arena::Scope scope(context.workspace);
   const Tensor slab = context.workspace.take(ElementType::kFp32, Shape{most, columns});
   std::byte* workspace = context.workspace.take(kMatmulWorkspace);
-  const std::int64_t step =
-      context.workspace.is_measuring() ? most : slab_rows(rows, columns, most, device().multiprocessors);
-  for (std::int64_t first = 0; first < rows; first += step) {
-    const std::int64_t last = std::min(first + step, rows);
-    const Tensor product = slab.slice_rows(0, last - first);
-    const Matrix left = columns_of(dy, first, last), right = matrix_of(x), result = matrix_of(product);
-    const Extents e = check_product("accumulate_weight_gradient", left, true, right, false, result);
-    check(e.k > 0, "accumulate_weight_gradient: there are no tokens to sum over");
-    if (!context.workspace.is_measuring()) {
-      multiply(libraries(), key_of(e, left, true, right, false, result, false),
-               {right.data, left.data, product.data, workspace, stream_of(context.stream)});
+  const bool measuring = context.workspace.is_measuring();
+  const auto add_in_slabs = [&](std::int64_t step, const Tensor& counted) {
+    for (std::int64_t first = 0; first < rows; first += step) {
+      const std::int64_t last = std::min(first + step, rows);
+      const Tensor product = slab.slice_rows(0, last - first);
+      const Matrix left = columns_of(dy, first, last), right = matrix_of(x), result = matrix_of(product);
+      const Extents e = check_product(kName, left, true, right, false, result);
+      if (!measuring) {
+        multiply(libraries(), key_of(e, left, true, right, false, result, false),
+                 {right.data, left.data, product.data, workspace, stream});
+      }
+      accumulate(context, product, main.slice_rows(first, last), key, counted);
     }
-    accumulate(context, product, main.slice_rows(first, last), key, counters);
+  };
+  if (measuring) return add_in_slabs(most, counters);
+
+  Libraries& own = libraries();
+  const WeightGradientKey shape{
+      rows, columns, dy.rows(), dy.type, main.format.code, main.format.block, main.grid.segments};
+  const auto known = own.slab_rows.find(shape);
+  if (known != own.slab_rows.end()) return add_in_slabs(known->second, counters);
+  const std::vector<std::int64_t> candidates =
+      slab_candidates(rows, columns, most, device().multiprocessors);
+  if (candidates.size() == 1 || own.deterministic || is_capturing(stream)) {
+    return add_in_slabs(candidates.front(), counters);
   }
+  const KeptGradient kept(main, stream);
+  std::vector<float> milliseconds(candidates.size());
+  for (int round = 0; round <= kTimedRuns; ++round) {
+    for (std::size_t i = 0; i < candidates.size(); ++i) {
+      const float elapsed = timed(own, stream, kName, [&] { add_in_slabs(candidates[i], {}); });
+      if (round > 0) milliseconds[i] += elapsed;  // the first round times algorithms
+    }
+  }
+  kept.restore();
+  const auto fastest = std::min_element(milliseconds.begin(), milliseconds.end()) - milliseconds.begin();
+  own.slab_rows.emplace(shape, candidates[static_cast<std::size_t>(fastest)]);
+  add_in_slabs(candidates[static_cast<std::size_t>(fastest)], counters);
 }
 
 }  // namespace agoq::cuda
