@@ -27,28 +27,47 @@ std::byte content(int from, int to, std::size_t n, std::size_t i) {
 
 constexpr std::byte kUntouched{0xA5};
 
+/// Bytes in the backend's memory, while the test runs.
+Tensor on_device(const std::vector<std::byte>& bytes) {
+  const Tensor memory =
+      rank_context().workspace.take(ElementType::kUint8, Shape{static_cast<std::int64_t>(bytes.size())});
+  if (!bytes.empty()) upload(bytes, memory);
+  return memory;
+}
+std::vector<std::byte> from_device(const Tensor& memory) {
+  std::vector<std::byte> bytes(memory.bytes());
+  rank_backend().read(rank_context(), memory.data, bytes.data(), bytes.size());
+  return bytes;
+}
+
 /// Messages of the given sizes between each two ranks of `group`, in both directions.
 void expect_exchanged(Communicator& group, const std::vector<std::size_t>& sizes) {
   const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
   const auto others = static_cast<std::size_t>(group.size() - 1);
-  std::vector<std::byte> sent(total * others), received(total * others, kUntouched);
+  std::vector<std::byte> sent(total * others);
+  const Arena::Scope scope(rank_context().workspace);
+  const Tensor outgoing = on_device(sent);
+  const Tensor incoming = on_device(std::vector<std::byte>(total * others, kUntouched));
   std::vector<Message> sends, receives;
   std::size_t at = 0;
   for (int peer = 0; peer < group.size(); ++peer) {
     if (peer == group.rank()) continue;
     for (std::size_t n = 0; n < sizes.size(); ++n) {
       for (std::size_t i = 0; i < sizes[n]; ++i) sent[at + i] = content(group.rank(), peer, n, i);
-      sends.push_back({peer, sent.data() + at, sizes[n]});
-      receives.push_back({peer, received.data() + at, sizes[n]});
+      sends.push_back({peer, outgoing.data + at, sizes[n]});
+      receives.push_back({peer, incoming.data + at, sizes[n]});
       at += sizes[n];
     }
   }
+  upload(sent, outgoing);
   group.exchange(rank_context(), sends, receives);
+  const std::vector<std::byte> received = from_device(incoming);
   for (std::size_t m = 0; m < receives.size(); ++m) {
     std::size_t wrong = 0;
+    const auto begin = static_cast<std::size_t>(receives[m].memory - incoming.data);
     for (std::size_t i = 0; i < receives[m].bytes; ++i) {
       const std::byte expected = content(receives[m].peer, group.rank(), m % sizes.size(), i);
-      wrong += receives[m].memory[i] == expected ? 0 : 1;
+      wrong += received[begin + i] == expected ? 0 : 1;
     }
     EXPECT_EQ(wrong, 0u) << "of " << receives[m].bytes << " bytes from rank " << receives[m].peer;
   }
@@ -77,26 +96,35 @@ TEST(Communicator, ExchangesBetweenSomeRanksOnly) {
   if (ranks().size() == 1) return;
   const int next = (ranks().rank() + 1) % ranks().size();
   const int previous = (ranks().rank() + ranks().size() - 1) % ranks().size();
-  std::vector<std::byte> mine(1000), got(1000, kUntouched);
+  std::vector<std::byte> mine(1000);
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = content(ranks().rank(), next, 0, i);
-  const Message send{next, mine.data(), mine.size()};
-  const Message receive{previous, got.data(), got.size()};
+  const Arena::Scope scope(rank_context().workspace);
+  const Tensor sent = on_device(mine), got = on_device(std::vector<std::byte>(1000, kUntouched));
+  const Message send{next, sent.data, sent.bytes()};
+  const Message receive{previous, got.data, got.bytes()};
   ranks().exchange(rank_context(), {&send, 1}, {&receive, 1});
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    ASSERT_EQ(got[i], content(previous, ranks().rank(), 0, i)) << i;
+  const std::vector<std::byte> came = from_device(got);
+  for (std::size_t i = 0; i < came.size(); ++i) {
+    ASSERT_EQ(came[i], content(previous, ranks().rank(), 0, i)) << i;
   }
   // From all to rank 0: the others receive nothing.
-  std::vector<std::byte> collected(static_cast<std::size_t>(ranks().size()) * 10);
+  const Tensor collected =
+      on_device(std::vector<std::byte>(static_cast<std::size_t>(ranks().size()) * 10, kUntouched));
+  std::vector<std::byte> ten(10);
+  for (std::size_t i = 0; i < 10; ++i) ten[i] = content(ranks().rank(), 0, 1, i);
+  const Tensor part = on_device(ten);
   std::vector<Message> sends, receives;
   if (ranks().rank() == 0) {
-    for (int r = 1; r < ranks().size(); ++r) receives.push_back({r, collected.data() + 10 * r, 10});
+    for (int r = 1; r < ranks().size(); ++r) receives.push_back({r, collected.data + 10 * r, 10});
   } else {
-    for (std::size_t i = 0; i < 10; ++i) mine[i] = content(ranks().rank(), 0, 1, i);
-    sends.push_back({0, mine.data(), 10});
+    sends.push_back({0, part.data, 10});
   }
   ranks().exchange(rank_context(), sends, receives);
+  const std::vector<std::byte> all = from_device(collected);
   for (const Message& message : receives) {
-    for (std::size_t i = 0; i < 10; ++i) ASSERT_EQ(message.memory[i], content(message.peer, 0, 1, i));
+    for (std::size_t i = 0; i < 10; ++i) {
+      ASSERT_EQ(all[10 * static_cast<std::size_t>(message.peer) + i], content(message.peer, 0, 1, i));
+    }
   }
 }
 
@@ -117,19 +145,53 @@ double addend(int r, std::int64_t i) {
   return random_normal(key, static_cast<std::uint64_t>(i));
 }
 
-void set(const Tensor& x, std::int64_t i, double value) {
-  switch (x.type) {
-    case ElementType::kFp64: x.as<double>()[i] = value; break;
-    case ElementType::kFp32: x.as<float>()[i] = static_cast<float>(value); break;
-    default: x.as<Bf16>()[i] = to_bf16(static_cast<float>(value));
+/// As `type` holds it.
+double rounded(ElementType type, double value) {
+  switch (type) {
+    case ElementType::kFp64: return value;
+    case ElementType::kFp32: return static_cast<double>(static_cast<float>(value));
+    default: return static_cast<double>(to_float(to_bf16(static_cast<float>(value))));
   }
 }
-double get(const Tensor& x, std::int64_t i) {
-  switch (x.type) {
-    case ElementType::kFp64: return x.as<double>()[i];
-    case ElementType::kFp32: return static_cast<double>(x.as<float>()[i]);
-    default: return static_cast<double>(to_float(x.as<Bf16>()[i]));
+
+/// A tensor in the backend's memory that holds them.
+Tensor tensor_of(ElementType type, const std::vector<double>& values) {
+  const Tensor x = rank_context().workspace.take(type, Shape{static_cast<std::int64_t>(values.size())});
+  if (values.empty()) return x;
+  const auto put = [&]<typename Element>(auto convert) {
+    std::vector<Element> elements;
+    for (const double value : values) elements.push_back(convert(value));
+    upload(elements, x);
+  };
+  switch (type) {
+    case ElementType::kFp64: upload(values, x); break;
+    case ElementType::kFp32:
+      put.template operator()<float>([](double value) { return static_cast<float>(value); });
+      break;
+    default:
+      put.template operator()<Bf16>([](double value) { return to_bf16(static_cast<float>(value)); });
   }
+  return x;
+}
+std::vector<double> values_of(const Tensor& x) {
+  const std::string bytes = bytes_of(x);
+  std::vector<double> values(static_cast<std::size_t>(x.count()));
+  const auto get = [&]<typename Element>(auto convert) {
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      Element element;
+      std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
+      values[i] = convert(element);
+    }
+  };
+  switch (x.type) {
+    case ElementType::kFp64: get.template operator()<double>([](double value) { return value; }); break;
+    case ElementType::kFp32:
+      get.template operator()<float>([](float value) { return static_cast<double>(value); });
+      break;
+    default:
+      get.template operator()<Bf16>([](Bf16 value) { return static_cast<double>(to_float(value)); });
+  }
+  return values;
 }
 /// Relative error of rounding to nearest.
 double unit_roundoff(ElementType type) {
@@ -143,24 +205,25 @@ double unit_roundoff(ElementType type) {
 /// |x[i] - sum| is at most size - 1 roundings of a partial sum, each at most the sum of the magnitudes.
 void expect_sums(const Tensor& x, std::int64_t first, std::int64_t last) {
   const double u = unit_roundoff(x.type);
-  const Tensor rounded = rank_context().workspace.take(x.type, Shape{1});
+  const std::vector<double> values = values_of(x);
   for (std::int64_t i = first; i < last; ++i) {
     long double sum = 0, magnitude = 0;
     for (int r = 0; r < ranks().size(); ++r) {
-      set(rounded, 0, addend(r, i));
-      sum += get(rounded, 0);
-      magnitude += std::abs(get(rounded, 0));
+      const double value = rounded(x.type, addend(r, i));
+      sum += value;
+      magnitude += std::abs(value);
     }
     const auto bound =
         static_cast<double>(magnitude) * u * (ranks().size() - 1) * (1 + ranks().size() * u);
-    ASSERT_NEAR(get(x, i), static_cast<double>(sum), bound) << "element " << i << " of " << x.count();
+    ASSERT_NEAR(values[static_cast<std::size_t>(i)], static_cast<double>(sum), bound)
+        << "element " << i << " of " << x.count();
   }
 }
 
 Tensor addends(ElementType type, std::int64_t count) {
-  const Tensor x = rank_context().workspace.take(type, Shape{count});
-  for (std::int64_t i = 0; i < count; ++i) set(x, i, addend(ranks().rank(), i));
-  return x;
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < count; ++i) values.push_back(addend(ranks().rank(), i));
+  return tensor_of(type, values);
 }
 
 TEST(Communicator, AllReducesToTheSameBitsOnEveryRank) {
@@ -172,7 +235,7 @@ TEST(Communicator, AllReducesToTheSameBitsOnEveryRank) {
       const Tensor x = addends(type, count);
       ranks().all_reduce(rank_context(), x);
       expect_sums(x, 0, count);
-      const std::string mine(reinterpret_cast<const char*>(x.data), x.bytes());
+      const std::string mine = bytes_of(x);
       for (const std::string& theirs : ranks().gather_texts(mine)) EXPECT_TRUE(theirs == mine);
     }
   }
@@ -245,12 +308,11 @@ TEST(Communicator, SplitsIntoGroups) {
     }
     expect_exchanged(*group, {100, 70000});
     const Arena::Scope scope(rank_context().workspace);
-    const Tensor x = rank_context().workspace.take(ElementType::kFp64, Shape{1});
-    x.as<double>()[0] = 1 << ranks().rank();
+    const Tensor x = tensor_of(ElementType::kFp64, {static_cast<double>(1 << ranks().rank())});
     group->all_reduce(rank_context(), x);
     double expected = 0;
     for (const int member : members) expected += 1 << member;
-    EXPECT_EQ(x.as<double>()[0], expected);
+    EXPECT_EQ(values_of(x)[0], expected);
   }
 }
 
@@ -264,7 +326,7 @@ TEST(Communicator, OrdersAGroupByItsKeys) {
 
 TEST(Communicator, ExchangesNothingOnAMeasuringContext) {
   Arena measuring = Arena::measuring("plan");
-  const Context context{cpu_backend(), {}, measuring, {}};
+  const Context context{rank_backend(), {}, measuring, {}};
   const Tensor x = measuring.take(ElementType::kFp32, Shape{1000});
   std::vector<std::int64_t> counts(static_cast<std::size_t>(ranks().size()), 0);
   counts[0] = 1000;

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -72,8 +71,8 @@ class RankRun {
  public:
   RankRun(const RunConfig& given, Communicator& group)
       : config(with_ranks(given, group.size())),
-        arenas(cpu_backend().allocator(), plan_run(config, cpu_backend(), 0, false).classes),
-        trainer(config, cpu_backend(), arenas, group) {
+        arenas(rank_backend().allocator(), plan_run(config, rank_backend(), 0, false).classes),
+        trainer(config, rank_backend(), arenas, group) {
     trainer.initialise();
   }
   explicit RankRun(const RunConfig& given) : RankRun(given, *alone()) {}
@@ -93,7 +92,7 @@ class RankRun {
   std::string weight_bytes() const {
     std::string bytes;
     for (const Tensor& weight : trainer.model().weights()) {
-      bytes.append(reinterpret_cast<const char*>(weight.data), weight.bytes());
+      bytes += bytes_of(weight);
     }
     return bytes;
   }
@@ -101,6 +100,8 @@ class RankRun {
  private:
   static RunConfig with_ranks(RunConfig config, int size) {
     config.parallel.ranks = size;
+    config.run.device = rank_device();
+    config.run.deterministic = true;
     return config;
   }
   static Communicator* alone() {
@@ -144,6 +145,12 @@ void expect_same_on_all_ranks(const std::string& bytes) {
   for (std::size_t r = 1; r < of_ranks.size(); ++r) {
     EXPECT_TRUE(of_ranks[r] == of_ranks[0]) << "ranks 0 and " << r << " differ";
   }
+}
+
+std::vector<float> floats_of(const Tensor& x) {
+  std::vector<float> values(static_cast<std::size_t>(x.count()));
+  rank_backend().read(rank_context(), x.data, values.data(), x.bytes());
+  return values;
 }
 
 std::string after_steps(const RunConfig& config, std::int64_t count = kFewSteps) {
@@ -194,7 +201,12 @@ TEST(DataParallel, WeightsThatDriftApartAreNamed) {
                                                run.trainer.model().weights()));
   };
   agree();
-  if (ranks().rank() == 1) run.trainer.model().weights()[3].as<float>()[5] += 1e-6f;
+  if (ranks().rank() == 1) {
+    const Tensor& weight = run.trainer.model().weights()[3];
+    std::vector<float> values = floats_of(weight);
+    values[5] += 1e-6f;
+    upload(values, weight);
+  }
   std::string text;
   try {
     agree();
@@ -251,10 +263,11 @@ TEST(DataParallel, ShardedOptimizerEqualsReplicatedBitForBit) {
 // --- what 8 bits cost, per step ---
 
 std::vector<float> decoded(const QuantTensor& tensor) {
-  Arena memory("decoded", host_allocator(), static_cast<std::size_t>(tensor.grid.count()) * 4 + 4096);
+  Arena memory("decoded", rank_backend().allocator(),
+               static_cast<std::size_t>(tensor.grid.count()) * 4 + 4096);
   const Tensor out = memory.take(ElementType::kFp32, Shape{tensor.rows(), tensor.width()});
-  cpu_backend().dequantize(rank_context(), tensor, out);
-  return {out.as<float>(), out.as<float>() + out.count()};
+  rank_backend().dequantize(rank_context(), tensor, out);
+  return floats_of(out);
 }
 
 double norm_of(const std::vector<float>& x) {
@@ -315,17 +328,17 @@ struct Gradients {
                      const ReductionConfig& reduction = {})
       : gradients(memory, {{"layers.0.down", ParameterKind::kDown, 16, 256, 1}}, {format},
                   ElementType::kBf16, reduction.sharded ? group.size() : 1),
-        reducer(cpu_backend(), gradients, {0}, group, reduction, memory) {
+        reducer(rank_backend(), gradients, {0}, group, reduction, memory) {
     gradients.zero(rank_context());
     reducer.begin_step({});
   }
   void add(const std::vector<float>& values) {
-    Arena addends("addend", host_allocator(), values.size() * 4 + 256);
+    Arena addends("addend", rank_backend().allocator(), values.size() * 4 + 256);
     const Tensor addend = addends.take(ElementType::kFp32, Shape{16, 256});
-    std::memcpy(addend.data, values.data(), addend.bytes());
+    upload(values, addend);
     gradients.add(rank_context(), 0, addend);
   }
-  Arena memory{"gradients", host_allocator(), std::size_t{4} << 20};
+  Arena memory{"gradients", rank_backend().allocator(), std::size_t{4} << 20};
   MainGradients gradients;
   GradientReducer reducer;
 };
@@ -345,7 +358,7 @@ TEST(DataParallel, LargeGradientsOfAllRanksStayFinite) {
   const float alternating = ranks().size() % 2 == 0 ? 0.0f : 448.0f;
   EXPECT_FLOAT_EQ(sum[300], alternating);
   EXPECT_TRUE(std::isfinite(of.reducer.norm(rank_context(), 1.0)));
-  expect_same_on_all_ranks({reinterpret_cast<const char*>(of.gradients.gradient(0).codes), 16 * 256});
+  expect_same_on_all_ranks(bytes_of(of.gradients.gradient(0).codes, 16 * 256));
 }
 
 // The control: FP8 sums under one scale. What the method keeps is lost here, at the top and at the
@@ -367,7 +380,7 @@ TEST(DataParallel, TheNaiveSumSaturatesAndLosesSmallGradients) {
   EXPECT_NEAR(decoded(kept.gradients.gradient(0))[300], 1e-4f * size, 2e-5f * size);
   EXPECT_FLOAT_EQ(decoded(naive.gradients.gradient(0))[500], 0.5f * size);
   const QuantTensor& sum = naive.gradients.gradient(0);
-  expect_same_on_all_ranks({reinterpret_cast<const char*>(sum.codes), 16 * 256});
+  expect_same_on_all_ranks(bytes_of(sum.codes, 16 * 256));
 }
 
 TEST(DataParallel, NotANumberOnOneRankIsCountedAndNamedOnAll) {
@@ -416,19 +429,19 @@ TEST(DataParallel, TheUpdateOfGivenGradientsDoesNotDependOnTheRanks) {
       }
       if (group.rank() == 0) of.add(values);
       of.reducer.finish(rank_context());
-      Arena memory("state", host_allocator(), std::size_t{1} << 20);
+      Arena memory("state", rank_backend().allocator(), std::size_t{1} << 20);
       AdamW optimizer(memory, memory, parameters, config, ElementType::kBf16,
                       sharded ? OptimizerShare{group.rank(), group.size()} : OptimizerShare{});
       const Tensor weight = memory.take(ElementType::kBf16, Shape{16, 256});
       const Tensor initial = memory.take(ElementType::kFp32, Shape{16, 256});
-      std::memcpy(initial.data, values.data(), initial.bytes());
+      upload(values, initial);
       optimizer.initialise(rank_context(), 0, initial, weight);
       for (std::int64_t step = 1; step <= 3; ++step) {
         optimizer.update(rank_context(), {weight}, of.reducer, 1e-2, 1.0, step);
       }
       of.reducer.gather_weight(rank_context(), weight);
       of.reducer.finish_gathering(rank_context());
-      return std::string(reinterpret_cast<const char*>(weight.data), weight.bytes());
+      return bytes_of(weight);
     };
     const std::unique_ptr<Communicator> alone = single_rank();
     EXPECT_TRUE(updated(ranks(), true) == updated(*alone, false));

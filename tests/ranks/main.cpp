@@ -5,10 +5,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <string_view>
 #include <thread>
 
 #include "backend/backend.h"
 #include "comm/launch.h"
+#include "core/error.h"
 #include "ranks/ranks.h"
 
 namespace agoq {
@@ -42,10 +44,26 @@ class RankListener : public testing::EmptyTestEventListener {
 
 Communicator& ranks() { return *all_ranks; }
 
+BackendKind rank_device() {
+  const char* device = std::getenv("AGOQ_TEST_DEVICE");
+  if (device == nullptr || std::string_view(device) == "cpu") return BackendKind::kCpu;
+  check_input(std::string_view(device) == "cuda", "AGOQ_TEST_DEVICE is cpu or cuda; '{}' was given",
+              device);
+  return BackendKind::kCuda;
+}
+
+Backend& rank_backend() { return backend_of(rank_device()); }
+
 const Context& rank_context() {
-  static Arena workspace("workspace", host_allocator(), std::size_t{64} << 20);
-  static const Context context{cpu_backend(), {}, workspace, {}};
+  static Arena workspace("workspace", rank_backend().allocator(), std::size_t{64} << 20);
+  static const Context context{rank_backend(), {}, workspace, {}};
   return context;
+}
+
+std::string bytes_of(const std::byte* memory, std::size_t bytes) {
+  std::string text(bytes, '\0');
+  rank_backend().read(rank_context(), memory, text.data(), bytes);
+  return text;
 }
 
 }  // namespace agoq
@@ -53,7 +71,10 @@ const Context& rank_context() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   const agoq::Launch launch = agoq::launch_from_environment();
-  agoq::all_ranks = agoq::world(launch, agoq::cpu_backend(), {"", agoq::kTimeoutSeconds});
+  agoq::Backend& backend = agoq::rank_backend();
+  backend.use_device(launch.local_rank);
+  backend.set_deterministic(true);
+  agoq::all_ranks = agoq::world(launch, backend, {"", agoq::kTimeoutSeconds});
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
   if (agoq::ranks().rank() != 0) delete listeners.Release(listeners.default_result_printer());
   listeners.Append(new agoq::RankListener);
