@@ -12,8 +12,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <string_view>
 #include <thread>
@@ -223,12 +225,22 @@ class NcclRanks : public Communicator {
   double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
-    ncclComm_t part = nullptr;
+    constexpr const char* kOperation = "splitting the ranks into groups";
+    // A thread of NCCL's writes the group there when it has made it, which may be after the call and
+    // after this group is ready again.
+    std::atomic_ref<ncclComm_t> part(parts_.emplace_back(nullptr));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     expect_joined();
-    complete(ncclCommSplit(group_, colour, key, &part, &config), "splitting the ranks into groups");
-    return std::make_unique<NcclRanks>(part, backend_, timeout_seconds_);
+    complete(ncclCommSplit(group_, colour, key, &parts_.back(), &config), kOperation);
+    Rest rest;
+    while (part.load(std::memory_order_acquire) == nullptr) {
+      if (rest() > timeout_seconds_) fail_late(kOperation);
+      ncclResult_t state = ncclSuccess;
+      expect_nccl(ncclCommGetAsyncError(group_, &state), kOperation);
+      if (state != ncclInProgress) expect_nccl(state, kOperation);
+    }
+    return std::make_unique<NcclRanks>(part.load(), backend_, timeout_seconds_);
   }
 
  private:
@@ -380,6 +392,7 @@ class NcclRanks : public Communicator {
 
   Backend& backend_;
   ncclComm_t group_ = nullptr;
+  std::deque<ncclComm_t> parts_;  // that split() has asked for; addresses that NCCL writes to stay
   int rank_ = 0;
   int size_ = 1;
   double timeout_seconds_;
