@@ -134,11 +134,27 @@ std::int64_t rows_of_a_sum(const QuantTensor& piece) {
 }  // namespace
 
 void Backend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
-                         const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+                         const QuantTensor& sum, const RandomKey& key, const Tensor& counters,
+                         const Tensor& row_numbers) {
   expect_pieces("add_pieces", pieces, sum.grid);
+  expect_row_numbers(sum, row_numbers);
+  std::vector<std::int32_t> numbers;
+  if (row_numbers && sum.format.rounding == Rounding::kStochastic) {
+    numbers.resize(static_cast<std::size_t>(sum.rows()));
+    read(context, row_numbers.data, numbers.data(), row_numbers.bytes());
+  }
   for_each_sum(context, pieces, rows_of_a_sum(sum),
                [&](std::int64_t first, std::int64_t last, const Tensor& values) {
-                 quantize(context, values, sum.slice_rows(first, last), key, counters);
+                 if (numbers.empty()) {
+                   quantize(context, values, sum.slice_rows(first, last), key, counters);
+                   return;
+                 }
+                 for (std::int64_t row = first; row < last; ++row) {
+                   QuantTensor of_row = sum.slice_rows(row, row + 1);
+                   of_row.first_row = numbers[static_cast<std::size_t>(row)];
+                   quantize(context, values.slice_rows(row - first, row - first + 1), of_row, key,
+                            counters);
+                 }
                });
 }
 

@@ -137,6 +137,14 @@ class Backend {
   virtual void read(const Context&, const std::byte* source, void* destination, std::size_t bytes) = 0;
   /// sum = a + b, element-wise; sum may be a or b.
   virtual void add(const Context&, const Tensor& a, const Tensor& b, const Tensor& sum) = 0;
+  /// Row i of `destination` = row rows[i] of `source`, the bytes of all planes as they are. Both have
+  /// one format, row length and segments.  rows int32 [destination.rows()], each in [0, source.rows()).
+  virtual void gather_rows(const Context&, const QuantTensor& source, const Tensor& rows,
+                           const QuantTensor& destination) = 0;
+  /// The way back: row rows[i] of `destination` = row i of `source`; other rows are not touched.  rows
+  /// int32 [source.rows()], each in [0, destination.rows()) and no two the same.
+  virtual void scatter_rows(const Context&, const QuantTensor& source, const Tensor& rows,
+                            const QuantTensor& destination) = 0;
 
   // --- matrices ---
   /// c = op(a) op(b) (+ c if accumulate), row-major matrices [rows(), width()]; op transposes on
@@ -219,9 +227,10 @@ class Backend {
   // FP64 where they are stored in it. One piece is its own sum.
 
   /// sum = quantised(sum of the dequantised pieces), with fresh block scales; sum may be one of the
-  /// pieces. All have one grid. counters: see quantize.
+  /// pieces. All have one grid. counters: see quantize. row_numbers: optional, int32 [rows]: the row of
+  /// the whole tensor at which each row stands, in place of first_row + row, for stochastic rounding.
   virtual void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
-                          const RandomKey& key, const Tensor& counters);
+                          const RandomKey& key, const Tensor& counters, const Tensor& row_numbers = {});
   /// The naive sum that add_pieces is better than, as a control: pieces, of e4m3 under fp32 scales, are
   /// rounded to e4m3 under one scale for all, and so is every partial sum, which saturates at 448 times
   /// it. sum: of the same format; all of its scales become `scale`.

@@ -144,6 +144,66 @@ TEST(CudaPieces, WhatIsNotFiniteIsCountedAndKeptOut) {
   }
 }
 
+// Pieces that hold some rows of a tensor round as the whole tensor does. More than 64 of them go by the
+// default body.
+TEST(CudaPieces, NumberedRowsRoundAsTheWholeTensorDoes) {
+  AGOQ_NEEDS_GPU();
+  const std::vector<std::int32_t> numbers{0, 3, 4, 9};
+  for (const Code code : {Code::kE4m3, Code::kInt8, Code::kDynamic8}) {
+    const QuantFormat format{code, 128, ScaleType::kFp32, Rounding::kStochastic};
+    for (const int count : {2, 3, 65}) {
+      Pair pair(std::size_t{64} << 20);
+      const BlockGrid grid{10, 1792, 2}, some{4, 1792, 2};
+      const Pieces pieces = random_pieces(pair, format, grid, count);
+      const Twin rows = pair.integers(numbers);
+      Pieces of_some;
+      for (int p = 0; p < count; ++p) {
+        const QuantTwin piece = pair.quant(format, some);
+        const auto at = static_cast<std::size_t>(p);
+        pair.cpu.backend.gather_rows(pair.cpu, pieces.cpu[at], rows.cpu, piece.cpu);
+        pair.cuda.backend.gather_rows(pair.cuda, pieces.cuda[at], rows.cuda, piece.cuda);
+        EXPECT_EQ(pair.differing_bytes(piece), 0);
+        of_some.cpu.push_back(piece.cpu);
+        of_some.cuda.push_back(piece.cuda);
+      }
+      const QuantTwin whole = pair.quant(format, grid), sum = pair.quant(format, some);
+      pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, whole.cpu, pair.key(), {});
+      pair.cpu.backend.add_pieces(pair.cpu, of_some.cpu, sum.cpu, pair.key(), {}, rows.cpu);
+      pair.cuda.backend.add_pieces(pair.cuda, of_some.cuda, sum.cuda, pair.key(), {}, rows.cuda);
+      EXPECT_EQ(pair.differing_bytes(sum), 0) << format.to_string() << ", " << count;
+      const QuantTwin of_whole = pair.quant(format, some);
+      pair.cpu.backend.gather_rows(pair.cpu, whole.cpu, rows.cpu, of_whole.cpu);
+      EXPECT_TRUE(pair.bytes(of_whole, false) == pair.bytes(sum, false)) << format.to_string();
+    }
+  }
+}
+
+TEST(CudaPieces, RowsAreGatheredAndScatteredAsTheyAre) {
+  AGOQ_NEEDS_GPU();
+  for (const QuantFormat& format : formats()) {
+    for (const BlockGrid& grid : kGrids) {
+      Pair pair(std::size_t{16} << 20);
+      std::vector<std::int32_t> numbers;  // every third row, from the last
+      for (std::int64_t row = grid.rows - 1; row >= 0; row -= 3) {
+        numbers.push_back(static_cast<std::int32_t>(row));
+      }
+      const Twin rows = pair.integers(numbers);
+      BlockGrid some_grid = grid;
+      some_grid.rows = static_cast<std::int64_t>(numbers.size());
+      const QuantTwin source = pair.random_quant(format, grid), target = pair.random_quant(format, grid),
+                      some = pair.quant(format, some_grid);
+      pair.cpu.backend.gather_rows(pair.cpu, source.cpu, rows.cpu, some.cpu);
+      pair.cuda.backend.gather_rows(pair.cuda, source.cuda, rows.cuda, some.cuda);
+      EXPECT_EQ(pair.differing_bytes(some), 0)
+          << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "]";
+      pair.cpu.backend.scatter_rows(pair.cpu, some.cpu, rows.cpu, target.cpu);
+      pair.cuda.backend.scatter_rows(pair.cuda, some.cuda, rows.cuda, target.cuda);
+      EXPECT_EQ(pair.differing_bytes(target), 0)
+          << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "]";
+    }
+  }
+}
+
 TEST(CudaPieces, TheLargestCodesOfEightRanksAddUp) {
   AGOQ_NEEDS_GPU();
   Pair pair(std::size_t{8} << 20);

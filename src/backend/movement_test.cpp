@@ -42,6 +42,74 @@ TEST(Movement, CopyRoundsOnceToNearestEven) {
   EXPECT_EQ(Bench::get(destination), narrow);
 }
 
+std::vector<QuantFormat> formats_with_every_plane() {
+  return {{Code::kE4m3, 128, ScaleType::kFp32},
+          {Code::kInt6, 64, ScaleType::kTwoLevel},
+          {Code::kNf4, 32, ScaleType::kBf16},
+          exact_format(kFp32),
+          exact_format(kBf16)};
+}
+
+TEST(Movement, RowsAreGatheredAndScatteredAsTheyAre) {
+  const std::vector<std::int32_t> numbers{8, 0, 3, 4, 11};  // in any order
+  const Values untouched(12 * 200, 7.0);
+  for (const Build& build : builds()) {
+    for (const QuantFormat& format : formats_with_every_plane()) {
+      Bench bench(*build.backend);
+      const Context& context = bench.context;
+      const BlockGrid grid{12, 200, 2}, some{5, 200, 2};
+      const QuantTensor source = take(bench.workspace(), format, grid);
+      const QuantTensor target = take(bench.workspace(), format, grid);
+      const QuantTensor gathered = take(bench.workspace(), format, some);
+      build.backend->quantize(context, bench.of(kFp32, Shape{12, 200}, normal(12 * 200, 1)), source, {},
+                              {});
+      build.backend->quantize(context, bench.of(kFp32, Shape{12, 200}, untouched), target, {}, {});
+      const Tensor rows = bench.integers(numbers);
+      build.backend->gather_rows(context, source, rows, gathered);
+      build.backend->scatter_rows(context, gathered, rows, target);
+      const auto decoded = [&](const QuantTensor& tensor) {
+        const Tensor values = bench.empty(kFp32, Shape{tensor.rows(), tensor.width()});
+        build.backend->dequantize(context, tensor, values);
+        return Bench::get(values);
+      };
+      const Values all = decoded(source), some_values = decoded(gathered), back = decoded(target);
+      const Values other = decoded(target.slice_rows(1, 2));
+      for (std::size_t row = 0; row < 12; ++row) {
+        const auto at = std::find(numbers.begin(), numbers.end(), static_cast<std::int32_t>(row));
+        const auto place = static_cast<std::size_t>(at - numbers.begin());
+        for (std::size_t i = 0; i < 200; ++i) {
+          const double value = back[row * 200 + i];
+          if (at == numbers.end()) {
+            ASSERT_EQ(value, other[i]) << format.to_string() << " row " << row;
+          } else {
+            ASSERT_EQ(value, all[row * 200 + i]) << format.to_string() << " row " << row;
+            ASSERT_EQ(value, some_values[place * 200 + i]) << format.to_string() << " row " << row;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Movement, GatherAndScatterRefuseWhatIsNoRow) {
+  Bench bench;
+  Backend& backend = bench.context.backend;
+  const QuantFormat format{Code::kE4m3, 128, ScaleType::kFp32};
+  const QuantTensor whole = take(bench.workspace(), format, {4, 128, 1});
+  const QuantTensor some = take(bench.workspace(), format, {2, 128, 1});
+  const QuantTensor narrow = take(bench.workspace(), format, {2, 64, 1});
+  const QuantTensor other = take(bench.workspace(), exact_format(kFp32), {2, 128, 1});
+  zero_planes(bench.context, some);
+  for (const std::vector<std::int32_t>& rows : {std::vector{0, 4}, std::vector{-1, 2}, std::vector{1}}) {
+    EXPECT_THROW(backend.gather_rows(bench.context, whole, bench.integers(rows), some), Error);
+    EXPECT_THROW(backend.scatter_rows(bench.context, some, bench.integers(rows), whole), Error);
+  }
+  for (const QuantTensor& wrong : {narrow, other}) {
+    EXPECT_THROW(backend.gather_rows(bench.context, whole, bench.integers({0, 1}), wrong), Error);
+    EXPECT_THROW(backend.scatter_rows(bench.context, wrong, bench.integers({0, 1}), whole), Error);
+  }
+}
+
 TEST(Movement, CopyRefusesOtherCountsAndIntegers) {
   Bench bench;
   Backend& backend = bench.context.backend;

@@ -68,6 +68,24 @@ inline void expect_pieces(std::string_view operation, std::span<const QuantTenso
         pieces.front().rows(), pieces.front().width(), sum.rows, sum.row_length);
 }
 
+/// Throws unless row_numbers is not given or int32, one for every row of `sum`.
+inline void expect_row_numbers(const QuantTensor& sum, const Tensor& row_numbers) {
+  if (row_numbers) {
+    expect("add_pieces", "row_numbers", row_numbers, ElementType::kInt32, sum.rows());
+  }
+}
+
+/// Throws unless rows of `whole`, which `rows` numbers, and those of `some` are alike.
+inline void expect_rows_of(std::string_view operation, const QuantTensor& whole, const Tensor& rows,
+                           const QuantTensor& some) {
+  check(whole.format == some.format && whole.width() == some.width() &&
+            whole.grid.segments == some.grid.segments,
+        "{}: rows of one format and length were expected; {} [{}, {}] and {} [{}, {}] were given",
+        operation, whole.format.to_string(), whole.rows(), whole.width(), some.format.to_string(),
+        some.rows(), some.width());
+  expect(operation, "rows", rows, ElementType::kInt32, some.rows());
+}
+
 /// The same for pieces and a sum of e4m3 under fp32 scales.
 inline void expect_naive_pieces(std::span<const QuantTensor> pieces, const QuantTensor& sum) {
   expect_pieces("add_pieces_naively", pieces, sum.grid);

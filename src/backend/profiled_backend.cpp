@@ -82,6 +82,18 @@ void ProfiledBackend::add(const Context& context, const Tensor& a, const Tensor&
       [&](const Context& own) { backend_.add(own, a, b, sum); });
 }
 
+void ProfiledBackend::gather_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                                  const QuantTensor& destination) {
+  run(context, "gather_rows", of(rows) + 2 * of(destination), 0,
+      [&](const Context& own) { backend_.gather_rows(own, source, rows, destination); });
+}
+
+void ProfiledBackend::scatter_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                                   const QuantTensor& destination) {
+  run(context, "scatter_rows", of(rows) + 2 * of(source), 0,
+      [&](const Context& own) { backend_.scatter_rows(own, source, rows, destination); });
+}
+
 void ProfiledBackend::matmul(const Context& context, const Tensor& a, Transpose transpose_a,
                              const Tensor& b, Transpose transpose_b, const Tensor& c, bool accumulate) {
   const std::int64_t depth = transpose_a == Transpose::kYes ? a.rows() : a.width();
@@ -196,9 +208,10 @@ void ProfiledBackend::accumulate(const Context& context, const Tensor& addend, c
 }
 
 void ProfiledBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
-                                 const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+                                 const QuantTensor& sum, const RandomKey& key, const Tensor& counters,
+                                 const Tensor& row_numbers) {
   run(context, "add_pieces", of(pieces) + of(sum), 0,
-      [&](const Context& own) { backend_.add_pieces(own, pieces, sum, key, counters); });
+      [&](const Context& own) { backend_.add_pieces(own, pieces, sum, key, counters, row_numbers); });
 }
 
 void ProfiledBackend::add_pieces_naively(const Context& context, std::span<const QuantTensor> pieces,

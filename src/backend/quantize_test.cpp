@@ -97,6 +97,32 @@ TEST_F(QuantizeTest, EqualsTheRowCodecOnEveryRowAndSourceType) {
   }
 }
 
+TEST_F(QuantizeTest, SumsOfNumberedRowsRoundAsTheWholeTensorDoes) {
+  const QuantFormat format = parse_format("e4m3/128/fp32/stochastic");
+  const BlockGrid grid{10, 300, 2}, some{4, 300, 2};
+  const Tensor numbers = arena_.take(ElementType::kInt32, Shape{4, 1});
+  const std::vector<std::int32_t> rows{0, 3, 4, 9};
+  std::copy(rows.begin(), rows.end(), numbers.as<std::int32_t>());
+  std::vector<QuantTensor> pieces, of_some;
+  for (std::uint32_t p = 0; p < 3; ++p) {
+    pieces.push_back(take_cleared(format, grid));
+    of_some.push_back(take_cleared(format, some));
+    backend_.quantize(context_, normal(ElementType::kFp32, 10, 300, p), pieces.back(), {.seed = p}, {});
+    backend_.gather_rows(context_, pieces.back(), numbers, of_some.back());
+  }
+  const QuantTensor whole = take_cleared(format, grid), of_whole = take_cleared(format, some);
+  backend_.add_pieces(context_, pieces, whole, {.seed = 9}, {});
+  backend_.gather_rows(context_, whole, numbers, of_whole);
+  const QuantTensor sum = take_cleared(format, some), by_default = take_cleared(format, some);
+  backend_.add_pieces(context_, of_some, sum, {.seed = 9}, {}, numbers);
+  EXPECT_EQ(bytes_of(sum), bytes_of(of_whole));
+  backend_.Backend::add_pieces(context_, of_some, by_default, {.seed = 9}, {}, numbers);
+  EXPECT_EQ(bytes_of(by_default), bytes_of(of_whole));
+  backend_.add_pieces(context_, of_some, sum, {.seed = 9}, {});
+  EXPECT_NE(bytes_of(sum), bytes_of(of_whole)) << "rounding is not stochastic";
+  EXPECT_THROW(backend_.add_pieces(context_, of_some, sum, {}, {}, numbers.slice_rows(0, 1)), Error);
+}
+
 TEST_F(QuantizeTest, BytesCountsAndSumsDoNotDependOnThreads) {
   const int threads_before = omp_get_max_threads();
   const QuantFormat format = parse_format("nf4/32/two-level/stochastic");

@@ -27,6 +27,10 @@ class CpuBackend : public Backend {
   void upload(const Context&, const void* source, std::byte* destination, std::size_t bytes) override;
   void read(const Context&, const std::byte* source, void* destination, std::size_t bytes) override;
   void add(const Context&, const Tensor& a, const Tensor& b, const Tensor& sum) override;
+  void gather_rows(const Context&, const QuantTensor& source, const Tensor& rows,
+                   const QuantTensor& destination) override;
+  void scatter_rows(const Context&, const QuantTensor& source, const Tensor& rows,
+                    const QuantTensor& destination) override;
 
   // matmul.cpp
   void matmul(const Context&, const Tensor& a, Transpose transpose_a, const Tensor& b,
@@ -79,7 +83,7 @@ class CpuBackend : public Backend {
   void accumulate(const Context&, const Tensor& addend, const QuantTensor& main, const RandomKey& key,
                   const Tensor& counters) override;
   void add_pieces(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
-                  const RandomKey& key, const Tensor& counters) override;
+                  const RandomKey& key, const Tensor& counters, const Tensor& row_numbers) override;
   void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                           float scale) override;
 

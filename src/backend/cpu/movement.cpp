@@ -1,9 +1,11 @@
-// Data movement: zero, copy with conversion, upload, read, add. Bytes and elements in order; every
-// element is converted or added by itself, so nothing depends on the partition over threads.
+// Data movement: zero, copy with conversion, upload, read, add, gather and scatter of rows. Bytes and
+// elements in order; every element is converted, added or moved by itself, so nothing depends on the
+// partition over threads.
 #include <algorithm>
 #include <cstring>
 
 #include "backend/cpu/storage.h"
+#include "backend/operand_checks.h"
 
 namespace agoq::cpu::AGOQ_CPU_ISA {
 namespace {
@@ -84,6 +86,32 @@ void copy_bytes(const std::byte* source, std::byte* destination, std::size_t byt
   });
 }
 
+/// move(row of the whole, row of some) for every one of `rows`, which number rows of a tensor of
+/// `whole`.
+template <typename Move>
+void for_each_numbered(std::string_view operation, const Tensor& rows, std::int64_t whole,
+                       std::int64_t row_bytes, Move move) {
+  const auto* const number = rows.as<std::int32_t>();
+  for (std::int64_t i = 0; i < rows.count(); ++i) {
+    check(0 <= number[i] && number[i] < whole, "{}: row {} was asked for of {}", operation, number[i],
+          whole);
+  }
+#pragma omp parallel for schedule(static) if (rows.count() * row_bytes > kPieceBytes)
+  for (std::int64_t i = 0; i < rows.count(); ++i) move(std::int64_t{number[i]}, i);
+}
+
+/// Row `from` of `source` to row `to` of `target`, which has rows of the same bytes.
+void copy_row(const RowBytes& bytes, const QuantTensor& source, std::int64_t from,
+              const QuantTensor& target, std::int64_t to) {
+  const auto copy_plane = [=](const std::byte* in, std::byte* out, std::int64_t of_row) {
+    if (of_row > 0) std::memcpy(out + to * of_row, in + from * of_row, static_cast<std::size_t>(of_row));
+  };
+  copy_plane(source.codes, target.codes, bytes.codes);
+  copy_plane(source.bits, target.bits, bytes.bits);
+  copy_plane(source.scales, target.scales, bytes.scales);
+  copy_plane(source.super, target.super, bytes.super);
+}
+
 }  // namespace
 
 void CpuBackend::zero(const Context& context, std::byte* memory, std::size_t bytes) {
@@ -140,6 +168,26 @@ void CpuBackend::add(const Context& context, const Tensor& a, const Tensor& b, c
 #pragma omp parallel for schedule(static) if (count > kSerialElements)
     for (std::int64_t i = 0; i < count; ++i) store(load(left[i]) + load(right[i]), total[i]);
   });
+}
+
+void CpuBackend::gather_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                             const QuantTensor& destination) {
+  expect_rows_of("gather_rows", source, rows, destination);
+  if (context.workspace.is_measuring()) return;
+  const RowBytes bytes = row_bytes(source.format, source.grid);
+  for_each_numbered(
+      "gather_rows", rows, source.rows(), bytes.total(),
+      [&](std::int64_t whole, std::int64_t some) { copy_row(bytes, source, whole, destination, some); });
+}
+
+void CpuBackend::scatter_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                              const QuantTensor& destination) {
+  expect_rows_of("scatter_rows", destination, rows, source);
+  if (context.workspace.is_measuring()) return;
+  const RowBytes bytes = row_bytes(source.format, source.grid);
+  for_each_numbered(
+      "scatter_rows", rows, destination.rows(), bytes.total(),
+      [&](std::int64_t whole, std::int64_t some) { copy_row(bytes, source, some, destination, whole); });
 }
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA

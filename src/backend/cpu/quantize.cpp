@@ -106,12 +106,14 @@ QuantCounts accumulate_as(const Tensor& addend, const QuantTensor& main, const R
 /// scratch: two rows for each thread.
 template <typename Compute>
 QuantCounts add_rows(std::span<const QuantTensor> pieces, const QuantTensor& sum, const RandomKey& key,
-                     Compute* scratch) {
+                     const std::int32_t* row_numbers, Compute* scratch) {
   const std::int64_t width = sum.width();
   return for_each_row(sum, [&](std::int64_t row, QuantCounts& counts) {
     Compute* values = scratch + 2 * omp_get_thread_num() * width;
     sum_row(pieces, row, values, values + width);
-    encode_row(sum, row, values, key, counts);
+    QuantTensor standing = sum;
+    if (row_numbers != nullptr) standing.first_row = row_numbers[row] - row;
+    encode_row(standing, row, values, key, counts);
   });
 }
 
@@ -168,16 +170,19 @@ void CpuBackend::accumulate(const Context& context, const Tensor& addend, const 
 }
 
 void CpuBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
-                            const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+                            const QuantTensor& sum, const RandomKey& key, const Tensor& counters,
+                            const Tensor& row_numbers) {
   expect_pieces("add_pieces", pieces, sum.grid);
   expect_counters("add_pieces", counters);
+  expect_row_numbers(sum, row_numbers);
   const bool in_fp64 = pieces.front().format.code == Code::kFp64;
   const Arena::Scope scope(context.workspace);
   const Tensor scratch =
       take_rows(context, in_fp64 ? ElementType::kFp64 : ElementType::kFp32, 2 * sum.width());
   if (context.workspace.is_measuring()) return;
-  add_counts(in_fp64 ? add_rows(pieces, sum, key, scratch.as<double>())
-                     : add_rows(pieces, sum, key, scratch.as<float>()),
+  const std::int32_t* const numbers = row_numbers ? row_numbers.as<std::int32_t>() : nullptr;
+  add_counts(in_fp64 ? add_rows(pieces, sum, key, numbers, scratch.as<double>())
+                     : add_rows(pieces, sum, key, numbers, scratch.as<float>()),
              counters);
 }
 

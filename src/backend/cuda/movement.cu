@@ -1,5 +1,5 @@
-// Data movement: zero, copy with conversion, upload, read, add. A thread converts or adds elements by
-// itself; nothing depends on the launch.
+// Data movement: zero, copy with conversion, upload, read, add, gather and scatter of rows. A thread
+// converts or adds elements by itself, a warp copies rows; nothing depends on the launch.
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/launch.cuh"
 #include "backend/operand_checks.h"
@@ -46,6 +46,82 @@ __global__ void __launch_bounds__(kThreads)
       for (std::int64_t k = i; k < count; ++k) store(load(a[k]) + load(b[k]), sum[k]);
     }
   }
+}
+
+// --- rows by their number ---
+
+/// One plane of the rows of a gather or scatter. `word`: bytes per access.
+struct PlaneOfRows {
+  const std::byte* from;
+  std::byte* to;
+  std::int64_t row_bytes;
+  int word;
+};
+struct PlanesOfRows {
+  PlaneOfRows plane[4];
+  int count = 0;
+
+  /// Unless rows have no bytes in it.
+  void add(const std::byte* from, std::byte* to, std::int64_t row_bytes) {
+    if (row_bytes == 0) return;
+    const std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(from) |
+                                reinterpret_cast<std::uintptr_t>(to) |
+                                static_cast<std::uintptr_t>(row_bytes);
+    plane[count++] = {from, to, row_bytes, bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1};
+  }
+};
+
+PlanesOfRows planes_of_rows(const QuantTensor& from, const QuantTensor& to) {
+  const RowBytes row = row_bytes(from.format, from.grid);
+  PlanesOfRows planes;
+  planes.add(from.codes, to.codes, row.codes);
+  planes.add(from.bits, to.bits, row.bits);
+  planes.add(from.scales, to.scales, row.scales);
+  planes.add(from.super, to.super, row.super);
+  return planes;
+}
+
+template <typename Word>
+__device__ __forceinline__ void copy_words(const std::byte* __restrict__ from,
+                                           std::byte* __restrict__ to, std::int64_t bytes) {
+  const auto words = static_cast<std::uint32_t>(bytes / static_cast<std::int64_t>(sizeof(Word)));
+  const Word* const __restrict__ in = reinterpret_cast<const Word*>(from);
+  Word* const __restrict__ out = reinterpret_cast<Word*>(to);
+#pragma unroll 4
+  for (std::uint32_t i = threadIdx.x % kWarp; i < words; i += kWarp) out[i] = in[i];
+}
+
+/// A warp copies all planes of a row at a time: row rows[i] to row i, or i to rows[i] if it scatters.
+template <bool scatters>
+__global__ void __launch_bounds__(kThreads)
+    move_rows_kernel(const __grid_constant__ PlanesOfRows planes, const std::int32_t* rows,
+                     std::int64_t count) {
+  await_predecessors();
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp);
+  for (std::int64_t i = std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; i < count;
+       i += step) {
+    const std::int64_t numbered = rows[i];
+    for (int p = 0; p < planes.count; ++p) {
+      const PlaneOfRows& plane = planes.plane[p];
+      const std::byte* const from = plane.from + (scatters ? i : numbered) * plane.row_bytes;
+      std::byte* const to = plane.to + (scatters ? numbered : i) * plane.row_bytes;
+      switch (plane.word) {
+        case 16: copy_words<uint4>(from, to, plane.row_bytes); break;
+        case 4: copy_words<std::uint32_t>(from, to, plane.row_bytes); break;
+        default: copy_words<std::uint8_t>(from, to, plane.row_bytes);
+      }
+    }
+  }
+}
+
+template <bool scatters>
+void move_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+               const QuantTensor& destination) {
+  if (context.workspace.is_measuring() || rows.count() == 0) return;
+  constexpr std::int64_t kWarps = kThreads / kWarp;
+  Launch{grid_blocks((rows.count() + kWarps - 1) / kWarps, kBlocksPerMultiprocessor), kThreads, 0,
+         stream_of(context.stream)}(move_rows_kernel<scatters>, planes_of_rows(source, destination),
+                                    rows.as<std::int32_t>(), rows.count());
 }
 
 unsigned blocks_for(std::int64_t threads) {
@@ -132,6 +208,20 @@ void CudaBackend::add(const Context& context, const Tensor& a, const Tensor& b, 
         add_kernel<Storage>, a.as<Storage>(), b.as<Storage>(), sum.as<Storage>(), count);
   });
   expect_launched("add");
+}
+
+void CudaBackend::gather_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                              const QuantTensor& destination) {
+  expect_rows_of("gather_rows", source, rows, destination);
+  move_rows<false>(context, source, rows, destination);
+  expect_launched("gather_rows");
+}
+
+void CudaBackend::scatter_rows(const Context& context, const QuantTensor& source, const Tensor& rows,
+                               const QuantTensor& destination) {
+  expect_rows_of("scatter_rows", destination, rows, source);
+  move_rows<true>(context, source, rows, destination);
+  expect_launched("scatter_rows");
 }
 
 }  // namespace agoq::cuda

@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
 template <Code code>
 __global__ void __launch_bounds__(kThreads)
     add_groups_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
-                      const __grid_constant__ QuantView sum, RandomWords key, std::int64_t* counters) {
+                      const __grid_constant__ QuantView sum, const std::int32_t* row_numbers,
+                      RandomWords key, std::int64_t* counters) {
   await_predecessors();
   LaneCounts counts;
   const std::uint32_t step = gridDim.x * (kThreads / kWarp);
@@ -199,7 +200,12 @@ __global__ void __launch_bounds__(kThreads)
       const QuantView view = view_of_piece(pieces, planes, piece);
       add_decoded_group<code>(view, group_at(view, number), values);
     }
-    encode_group<code>(sum, group_at(sum, number), values, key, counts);
+    Group group = group_at(sum, number);
+    if constexpr (code == kSharedPath) {  // which stochastic formats take
+      // The planes' addresses are made: the row is from here on what rounding is keyed by.
+      if (row_numbers != nullptr) group.row = row_numbers[group.row] - sum.first_row;
+    }
+    encode_group<code>(sum, group, values, key, counts);
   }
   counts.add_to(counters);
 }
@@ -336,12 +342,16 @@ void refuse_fp64(std::string_view operation, const QuantTensor& tensor) {
 }  // namespace
 
 void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor> pieces,
-                             const QuantTensor& sum, const RandomKey& key, const Tensor& counters) {
+                             const QuantTensor& sum, const RandomKey& key, const Tensor& counters,
+                             const Tensor& row_numbers) {
   expect_pieces("add_pieces", pieces, sum.grid);
   expect_counters("add_pieces", counters);
+  expect_row_numbers(sum, row_numbers);
   refuse_fp64("add_pieces", pieces.front());
   refuse_fp64("add_pieces", sum);
-  if (pieces.size() > kMostPieces) return Backend::add_pieces(context, pieces, sum, key, counters);
+  if (pieces.size() > kMostPieces) {
+    return Backend::add_pieces(context, pieces, sum, key, counters, row_numbers);
+  }
   if (context.workspace.is_measuring() || sum.grid.count() == 0) return;
   const Planes planes = planes_of(pieces);
   const QuantView of_pieces = view_of_all(pieces);
@@ -355,11 +365,12 @@ void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor
         reinterpret_cast<float*>(of_sum.scales), of_sum.block_shift, units, counted);
     return expect_launched("add_pieces");
   }
+  const std::int32_t* const numbers = row_numbers ? row_numbers.as<std::int32_t>() : nullptr;
   const auto run = [&]<Code code>() {
     constexpr std::int64_t kWarps = kThreads / kWarp;
     const unsigned blocks =
         grid_blocks((std::int64_t{of_sum.groups} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
-    Launch{blocks, kThreads, 0, stream}(add_groups_kernel<code>, planes, of_pieces, of_sum,
+    Launch{blocks, kThreads, 0, stream}(add_groups_kernel<code>, planes, of_pieces, of_sum, numbers,
                                         mixed_key(key), counted);
   };
   switch (of_pieces.path == of_sum.path ? of_sum.path : kSharedPath) {
