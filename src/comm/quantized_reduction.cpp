@@ -44,13 +44,14 @@ void copy_planes(const Context& context, const QuantTensor& source, const QuantT
   }
 }
 
-/// Those rows of slot `slot` of a tensor that is cut into slots of `slot_length` rows, cut off at its
-/// end.
+/// Those rows of slot `slot` of a tensor that is cut into slots of `slot_length` rows, cut off at the
+/// slot's and at the tensor's end.
 QuantTensor slice_of_slot(const QuantTensor& tensor, std::int64_t slot_length, int slot,
                           const RowsOfSlots& rows) {
-  const std::int64_t begin = slot * slot_length;
-  return tensor.slice_rows(std::min(begin + rows.first, tensor.rows()),
-                           std::min(begin + rows.last, tensor.rows()));
+  const auto place = [&](std::int64_t row) {
+    return std::min(slot * slot_length + std::min(row, slot_length), tensor.rows());
+  };
+  return tensor.slice_rows(place(rows.first), place(rows.last));
 }
 
 }  // namespace
@@ -111,6 +112,7 @@ QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
   for (const QuantTensor& tensor : tensors_) {
     slot_rows_.push_back(slot_rows(tensor.rows(), ranks_.size()));
   }
+  row_numbers_.resize(tensors_.size());
   const auto others = static_cast<std::size_t>(ranks_.size() - 1);
   std::size_t ranges = 0;
   for (const Bucket& bucket : buckets_) {
@@ -137,6 +139,24 @@ QuantizedReduction::QuantizedReduction(Communicator& ranks, Backend& backend,
   if (memory_.is_measuring()) return;
   exchanging_ = backend_.side_stream(0);
   computing_ = backend_.side_stream(1);
+}
+
+void QuantizedReduction::set_rows(std::size_t tensor, const QuantTensor& rows,
+                                  const Tensor& row_numbers) {
+  check(!last_ && !before_last_, "rows were set while buckets are under way");
+  QuantTensor& replaced = tensors_.at(tensor);
+  check(rows.format == replaced.format && rows.width() == replaced.width() &&
+            rows.grid.segments == replaced.grid.segments,
+        "rows of {} [{}, {}] were set for a tensor of {} [{}, {}]", rows.format.to_string(), rows.rows(),
+        rows.width(), replaced.format.to_string(), replaced.rows(), replaced.width());
+  replaced = rows;
+  row_numbers_[tensor] = row_numbers;
+  slot_rows_[tensor] = slot_rows(rows.rows(), ranks_.size());
+}
+
+bool QuantizedReduction::is_empty(const Bucket& bucket) const {
+  return std::all_of(bucket.begin(), bucket.end(),
+                     [&](const SlotRows& rows) { return rows.first >= slot_rows_[rows.tensor]; });
 }
 
 QuantTensor QuantizedReduction::rows_of_slot(const SlotRows& rows, int slot) const {
@@ -243,6 +263,7 @@ void QuantizedReduction::with_pieces(const Context& main, std::size_t bucket, Us
 
 template <typename Sum>
 void QuantizedReduction::reduce(const Context& main, std::size_t bucket, Sum sum) {
+  if (is_empty(buckets_.at(bucket))) return;
   with_pieces(main, bucket,
               [&](const Context& context, std::span<const QuantTensor> pieces, const SlotRows& rows) {
                 const QuantTensor& own = pieces[static_cast<std::size_t>(ranks_.rank())];
@@ -256,10 +277,12 @@ void QuantizedReduction::all_reduce(const Context& main, std::size_t bucket, con
          [&](const Context& context, std::span<const QuantTensor> pieces, const QuantTensor& own,
              std::size_t tensor) {
            const auto row = static_cast<std::int64_t>(tensor);
+           const Tensor& numbers = row_numbers_[tensor];
            backend_.add_pieces(
                context, pieces, own,
                main.random.with(RandomPurpose::kSumRounding, static_cast<std::uint32_t>(tensor)),
-               counters ? counters.slice_rows(row, row + 1) : Tensor{});
+               counters ? counters.slice_rows(row, row + 1) : Tensor{},
+               numbers ? numbers.slice_rows(own.first_row, own.first_row + own.rows()) : Tensor{});
          });
 }
 

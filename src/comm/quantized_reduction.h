@@ -18,6 +18,10 @@
 // exchange costs some tens of microseconds, whatever it carries). What the main stream had queued at a
 // call comes before it; finish() makes the main stream wait for all.
 //
+// A tensor of which only some rows are not zero, the same on all ranks, is reduced by those: set_rows()
+// puts a tensor of them in its place, of which the ranks own slots like of any other. The buckets stay
+// as they are and hold less.
+//
 // Every rank makes the same calls in the same order. Nothing is allocated after construction.
 #pragma once
 
@@ -64,7 +68,8 @@ struct RowsOfSlots {
   std::int64_t first = 0;
   std::int64_t last = 0;
 };
-/// Adds the messages with which those rows of every rank's slot of `tensor` come to all, in place.
+/// Adds the messages with which those rows (as far as slots have them) of every rank's slot of `tensor`
+/// come to all, in place.
 void add_gathering(const Communicator& ranks, const QuantTensor& tensor, const RowsOfSlots& rows,
                    std::vector<Message>& sends, std::vector<Message>& receives);
 
@@ -85,6 +90,11 @@ class QuantizedReduction {
   /// What this rank has sent since construction.
   std::size_t sent_bytes() const { return sent_bytes_; }
 
+  /// Until the next call, `rows` is reduced in the place of tensor `tensor`: of the same format and row
+  /// length, with at most as many rows. row_numbers: see Backend::add_pieces. Between finish() and the
+  /// next bucket, the same number of rows on every rank; not for tensors that are scattered.
+  void set_rows(std::size_t tensor, const QuantTensor& rows, const Tensor& row_numbers = {});
+
   /// Queues a bucket's all-reduce. counters: optional, int64 [tensors, kQuantCounters], added to for the
   /// own slot; see Backend::quantize. Stochastic rounding is keyed by main.random and the tensor's
   /// index.
@@ -100,7 +110,9 @@ class QuantizedReduction {
   std::vector<QuantTensor> pieces(std::size_t tensor) const;
 
  private:
-  /// Rows [first, last) of slot `slot`, cut off at the tensor's end.
+  /// Whether no slot has any of the bucket's rows, after set_rows().
+  bool is_empty(const Bucket& bucket) const;
+  /// Rows [first, last) of slot `slot`, cut off at the slot's and the tensor's end.
   QuantTensor rows_of_slot(const SlotRows& rows, int slot) const;
   /// The place of a piece of the own slot's rows in slot `slot`.
   QuantTensor place_in_slot(const SlotRows& rows, int slot) const;
@@ -124,6 +136,7 @@ class QuantizedReduction {
   Communicator& ranks_;
   Backend& backend_;
   std::vector<QuantTensor> tensors_;
+  std::vector<Tensor> row_numbers_;  // of each tensor; most have none
   std::vector<std::int64_t> slot_rows_;
   std::vector<Bucket> buckets_;
   Arena& memory_;

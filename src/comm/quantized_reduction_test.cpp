@@ -181,6 +181,95 @@ TEST(QuantizedReduction, AllReduceIsTheSumOfThePiecesForAnyRanksAndBuckets) {
   }
 }
 
+// Every rank has gradients in some of the rows and zeros elsewhere. Rows that are not met keep the bytes
+// that they have where nothing was ever added, which in all formats decode to zero; in these, whose zero
+// has the code 0, reducing the whole leaves the same bytes.
+TEST(QuantizedReduction, RowsInItsPlaceGiveTheBitsOfTheWhole) {
+  const Tensors of = tensors();
+  const auto has_zero_code = [&](std::size_t t) { return of.formats[t].code != Code::kDynamic8; };
+  const std::vector<std::vector<std::int32_t>> chosen{{1, 2, 5, 9, 17, 21}, {3, 6}, {},    {0, 11, 12},
+                                                      {4, 5, 6, 7, 30, 39}, {2},    {0, 2}};
+  for (const int size : {2, 3, 4, 5, 8}) {
+    for (const std::int64_t elements : {1, 3000, 1000000}) {
+      on_ranks(size, [&](Communicator& ranks) {
+        Rank whole(of, size), sparse(of, size);
+        std::vector<QuantTensor> rows;
+        std::vector<Tensor> numbers;
+        for (Rank* const own : {&whole, &sparse}) {
+          own->fill(ranks.rank());
+          for (std::size_t t = 0; t < own->tensors.size(); ++t) {
+            const QuantTensor& tensor = own->tensors[t];
+            for (std::int32_t row = 0; row < tensor.rows(); ++row) {
+              const auto place = std::find(chosen[t].begin(), chosen[t].end(), row) - chosen[t].begin();
+              // One of the ranks does not have the row.
+              const bool met =
+                  static_cast<std::size_t>(place) < chosen[t].size() && place % size != ranks.rank();
+              if (!met) zero_planes(own->context, tensor.slice_rows(row, row + 1));
+            }
+          }
+        }
+        QuantizedReduction reference(ranks, cpu_backend(), whole.tensors, buckets_of(of, size, elements),
+                                     whole.memory);
+        QuantizedReduction reduction(ranks, cpu_backend(), sparse.tensors,
+                                     buckets_of(of, size, elements), sparse.memory);
+        for (std::size_t t = 0; t < of.grids.size(); ++t) {
+          const auto count = static_cast<std::int64_t>(chosen[t].size());
+          BlockGrid grid = of.grids[t];
+          grid.rows = count;
+          rows.push_back(take(sparse.memory, of.formats[t], grid));
+          numbers.push_back(sparse.memory.take(ElementType::kInt32, Shape{count, 1}));
+          std::copy(chosen[t].begin(), chosen[t].end(), numbers[t].as<std::int32_t>());
+          cpu_backend().gather_rows(sparse.context, sparse.tensors[t], numbers[t], rows[t]);
+          reduction.set_rows(t, rows[t], numbers[t]);
+        }
+        for (std::size_t b = 0; b < reference.buckets(); ++b) {
+          reference.all_reduce(whole.context, b, whole.counters);
+          reduction.all_reduce(sparse.context, b, sparse.counters);
+        }
+        reference.finish(whole.context);
+        reduction.finish(sparse.context);
+        for (std::size_t t = 0; t < of.grids.size(); ++t) {
+          cpu_backend().scatter_rows(sparse.context, rows[t], numbers[t], sparse.tensors[t]);
+          if (has_zero_code(t)) {
+            EXPECT_EQ(bytes_of(sparse.tensors[t]), bytes_of(whole.tensors[t]))
+                << "tensor " << t << ", rank " << ranks.rank() << " of " << size;
+          }
+          const Shape shape{whole.tensors[t].rows(), whole.tensors[t].width()};
+          const Arena::Scope scope(whole.workspace);
+          const Tensor expected = whole.workspace.take(ElementType::kFp32, shape);
+          const Tensor found = whole.workspace.take(ElementType::kFp32, shape);
+          cpu_backend().dequantize(whole.context, whole.tensors[t], expected);
+          cpu_backend().dequantize(whole.context, sparse.tensors[t], found);
+          EXPECT_EQ(std::memcmp(expected.data, found.data, found.bytes()), 0)
+              << "tensor " << t << ", rank " << ranks.rank() << " of " << size;
+        }
+        EXPECT_EQ(reduction.sent_bytes() < reference.sent_bytes(), true);
+        // And the whole again.
+        for (std::size_t t = 0; t < of.grids.size(); ++t) reduction.set_rows(t, sparse.tensors[t]);
+        for (std::size_t b = 0; b < reference.buckets(); ++b) {
+          reference.all_reduce(whole.context, b, whole.counters);
+          reduction.all_reduce(sparse.context, b, sparse.counters);
+        }
+        reference.finish(whole.context);
+        reduction.finish(sparse.context);
+        for (std::size_t t = 0; t < of.grids.size(); ++t) {
+          EXPECT_EQ(bytes_of(sparse.tensors[t]), bytes_of(whole.tensors[t]));
+        }
+      });
+    }
+  }
+}
+
+TEST(QuantizedReduction, RefusesRowsOfAnotherFormat) {
+  const Tensors of = tensors();
+  on_ranks(2, [&](Communicator& ranks) {
+    Rank own(of, 2);
+    QuantizedReduction reduction(ranks, cpu_backend(), own.tensors, buckets_of(of, 2, 3000), own.memory);
+    EXPECT_THROW(reduction.set_rows(0, own.tensors[3]), Error);
+    EXPECT_THROW(reduction.set_rows(0, own.tensors[1]), Error);
+  });
+}
+
 TEST(QuantizedReduction, OneRankKeepsItsBytesAndTakesNoMemory) {
   const Tensors of = tensors();
   on_ranks(1, [&](Communicator& ranks) {

@@ -37,7 +37,8 @@ void expect_naive(const MainGradients& gradients, const ReductionConfig& config)
 
 GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
                                  const std::vector<std::size_t>& order, Communicator& ranks,
-                                 const ReductionConfig& config, Arena& memory)
+                                 const ReductionConfig& config, Arena& memory,
+                                 const std::optional<TokenTable>& table)
     : backend_(backend), gradients_(gradients), ranks_(ranks), config_(config), order_(order) {
   const std::size_t count = parameters().size();
   check(order.size() == count, "the reducer was given {} parameters in order; there are {}",
@@ -65,6 +66,10 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
     for (const Bucket& bucket : buckets) filled_by_.push_back(place[bucket.back().tensor] + 1);
     reduction_.emplace(ranks, backend, tensors, std::move(buckets), memory);
   }
+  if (table && config.sparse_embedding && config.kind == GradientReduction::kQuanGrad &&
+      !config.sharded) {
+    prepare_table(*table, memory);
+  }
   if (!config.sharded) return;
   for (std::size_t p = 0; p < count; ++p) {
     const OwnRows own = own_rows(tensors[p].rows(), ranks.size(), ranks.rank());
@@ -74,18 +79,73 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
   }
 }
 
+void GradientReducer::prepare_table(const TokenTable& table, Arena& memory) {
+  const QuantTensor& gradient = gradients_.gradient(table.parameter);
+  // From half of the rows on there is little to gain, and a copy of more would take more memory.
+  BlockGrid grid = gradient.grid;
+  grid.rows = std::min(gradient.rows() / 2, table.tokens);
+  table_.emplace(SparseTable{table.parameter, RowUnion(gradient.rows(), ranks_.size()),
+                             take(memory, gradient.format, grid),
+                             memory.take(ElementType::kInt32, Shape{grid.rows, 1})});
+}
+
 void GradientReducer::begin_step(const RandomKey& sums) {
   sum_key_ = sums;
   completed_ = 0;
   next_bucket_ = 0;
   exposed_seconds_ = 0;
+  if (!table_) return;
+  table_->met.clear();
+  table_->is_agreed = table_->is_gathered = false;
 }
 
-void GradientReducer::begin_last() {
+void GradientReducer::add_tokens(std::span<const std::int32_t> tokens) {
+  if (!table_) return;
+  check(!table_->is_agreed, "tokens were added after the ranks had agreed on the step's");
+  table_->met.mark(tokens);
+}
+
+// Once a step, before the first bucket: on every rank at the same place of what the ranks exchange.
+void GradientReducer::agree_on_rows(const Context& context) {
+  if (!table_ || table_->is_agreed) return;
+  table_->is_agreed = true;
+  table_->rows = {};
+  // A plan takes the memory and the workspaces of the whole table, which are the larger ones.
+  if (context.workspace.is_measuring()) return;
+  const std::vector<std::int32_t>& met = table_->met.join(ranks_);
+  const auto count = static_cast<std::int64_t>(met.size());
+  if (count > table_->memory.rows()) {
+    reduction_->set_rows(table_->parameter, gradients_.gradient(table_->parameter));
+    return;
+  }
+  table_->rows = table_->memory.slice_rows(0, count);
+  table_->numbers = table_->numbers_memory.slice_rows(0, count);
+  // Not behind what the context's stream holds: the host would wait for that. The stream beside it has
+  // read the numbers of the step before.
+  const Context side{context.backend, backend_.side_stream(0), context.workspace, context.random};
+  context.backend.upload(side, met.data(), table_->numbers.data, table_->numbers.bytes());
+  reduction_->set_rows(table_->parameter, table_->rows, table_->numbers);
+}
+
+void GradientReducer::gather_table(const Context& context) {
+  if (!table_ || !table_->rows || table_->is_gathered) return;
+  table_->is_gathered = true;
+  context.backend.gather_rows(beside(context), gradients_.gradient(table_->parameter), table_->numbers,
+                              table_->rows);
+}
+
+void GradientReducer::scatter_table(const Context& context) {
+  if (!table_ || !table_->rows) return;
+  context.backend.scatter_rows(beside(context), table_->rows, table_->numbers,
+                               gradients_.gradient(table_->parameter));
+  rejoin(context);
+}
+
+void GradientReducer::begin_last(const Context& context) {
+  agree_on_rows(context);
   // The naive sum's scales are known when all gradients are.
   if (is_alone() || !config_.overlap || config_.kind == GradientReduction::kNaiveFp8) return;
-  gradients_.observe(
-      [this](const Context& context, std::size_t parameter) { complete(context, parameter); });
+  gradients_.observe([this](const Context& of, std::size_t parameter) { complete(of, parameter); });
 }
 
 void GradientReducer::complete(const Context& context, std::size_t parameter) {
@@ -93,6 +153,7 @@ void GradientReducer::complete(const Context& context, std::size_t parameter) {
         "the gradient of '{}' was completed out of order: the model's completion_order() names another",
         parameters()[parameter].name);
   ++completed_;
+  if (table_ && parameter == table_->parameter) gather_table(context);
   send_full_buckets(context);
 }
 
@@ -158,6 +219,8 @@ void GradientReducer::sum_by_library(const Context& context, std::size_t paramet
 void GradientReducer::finish(const Context& context) {
   gradients_.observe({});
   if (is_alone()) return;
+  agree_on_rows(context);  // a rank without a micro-batch
+  gather_table(context);
   completed_ = order_.size();
   if (config_.kind == GradientReduction::kNaiveFp8) agree_on_scales(context);
   send_full_buckets(context);
@@ -166,6 +229,7 @@ void GradientReducer::finish(const Context& context) {
       [&] {
         if (reduction_) {
           reduction_->finish(context);
+          scatter_table(context);
         } else {
           rejoin(context);
         }

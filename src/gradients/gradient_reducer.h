@@ -16,6 +16,12 @@
 //
 // Buckets leave in the order in which the backward pass completes their parameters. The sums do not
 // depend on the buckets, nor on whether they leave during the backward pass or after it.
+//
+// The token embedding's gradient is complete last, so that nothing is left to hide its way behind, and
+// it is zero but in the rows of the step's tokens, which the host knows before the last backward pass.
+// Where those of all ranks together are less than half of the table (kQuanGrad, replicated, the table
+// not tied to the head) they alone are gathered, reduced and scattered back: the sum of zeros is zero,
+// and a row's sum does not depend on the others, so the bits are those of the whole table's reduction.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +33,7 @@
 #include "comm/quantized_reduction.h"
 #include "core/memory.h"
 #include "gradients/main_gradients.h"
+#include "gradients/row_union.h"
 
 namespace agoq {
 
@@ -37,17 +44,25 @@ struct ReductionConfig {
   bool sharded = false;            // ZeRO-1
   bool requantise_shards = false;  // sharded: the sum is requantised, as a replicated optimizer reads it
   bool overlap = true;             // with the backward pass of the last micro-batch
+  bool sparse_embedding = true;    // reduce the rows of the step's tokens alone
   std::int64_t bucket_elements = std::int64_t{1} << 27;  // over all ranks' shards
 
   bool operator==(const ReductionConfig&) const = default;
 };
 
+/// A parameter whose gradient is zero but in the rows of a step's tokens.
+struct TokenTable {
+  std::size_t parameter = 0;
+  std::int64_t tokens = 0;  // of a step, over all ranks
+};
+
 class GradientReducer {
  public:
   /// For `gradients` (made with slots = ranks.size() if sharded), completed in `order`. Staging and sums
-  /// in `memory`.
+  /// in `memory`. table: where there is one; add_tokens() has to tell of all that is added to it.
   GradientReducer(Backend& backend, MainGradients& gradients, const std::vector<std::size_t>& order,
-                  Communicator& ranks, const ReductionConfig& config, Arena& memory);
+                  Communicator& ranks, const ReductionConfig& config, Arena& memory,
+                  const std::optional<TokenTable>& table = {});
   ~GradientReducer() { gradients_.observe({}); }
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -55,9 +70,11 @@ class GradientReducer {
   // --- one step; collective ---
   /// sums: of the step, the same on all ranks; stochastic rounding of sums is keyed by it.
   void begin_step(const RandomKey& sums);
-  /// Before the backward pass of this rank's last micro-batch: from then on buckets leave when they are
-  /// full.
-  void begin_last();
+  /// The tokens of a micro-batch of this rank, in host memory; before begin_last() for the last one.
+  void add_tokens(std::span<const std::int32_t> tokens);
+  /// Before the forward pass of this rank's last micro-batch: from then on buckets leave when they are
+  /// full. The ranks agree on the rows of the token table: while the device works on what is queued.
+  void begin_last(const Context&);
   /// After it, or without one: the rest leaves, and what is queued on the context's stream from now on
   /// finds the reduced gradients.
   void finish(const Context&);
@@ -80,8 +97,27 @@ class GradientReducer {
   /// Of the last step, on the device: from the end of this rank's backward pass to that of the
   /// reduction.
   double exposed_seconds() const { return exposed_seconds_; }
+  /// What this rank has sent of its quantised gradients and their sums since construction; 0 where the
+  /// library sums them.
+  std::size_t sent_bytes() const { return reduction_ ? reduction_->sent_bytes() : 0; }
 
  private:
+  /// The token table and its rows that are reduced in its place.
+  struct SparseTable {
+    std::size_t parameter;
+    RowUnion met;              // by the tokens of the step
+    QuantTensor memory;        // [most rows that are reduced so, columns]
+    Tensor numbers_memory;     // int32 [of as many, 1]
+    QuantTensor rows = {};     // of the step under way; not given: the whole table is reduced
+    Tensor numbers = {};       // of these rows in the table
+    bool is_agreed = false;    // on the rows
+    bool is_gathered = false;  // into `rows`
+  };
+
+  void prepare_table(const TokenTable& table, Arena& memory);
+  void agree_on_rows(const Context&);
+  void gather_table(const Context&);
+  void scatter_table(const Context&);
   void complete(const Context&, std::size_t parameter);
   void send_full_buckets(const Context&);
   void send(const Context&, std::size_t bucket);
@@ -102,6 +138,7 @@ class GradientReducer {
   ReductionConfig config_;
   std::vector<std::size_t> order_;
   std::optional<QuantizedReduction> reduction_;  // kQuanGrad
+  std::optional<SparseTable> table_;
   std::vector<std::size_t> filled_by_;  // bucket by bucket: so many completed parameters fill it
   std::vector<std::vector<QuantTensor>> pieces_;
   RandomKey sum_key_;          // of the step under way

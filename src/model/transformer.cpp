@@ -106,6 +106,11 @@ std::vector<std::size_t> Transformer::completion_order() const {
   return order;
 }
 
+std::optional<std::size_t> Transformer::token_table() const {
+  if (index_.head == index_.embedding) return std::nullopt;
+  return index_.embedding;
+}
+
 void Transformer::evaluate(const Context& context, const Batch& batch, ActivationStore& store,
                            const Tensor& token_loss) const {
   const Arena::Scope scope(context.workspace);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "activations/activation_store.h"
@@ -43,6 +44,9 @@ class Transformer {
 
   /// All parameters, in the order in which a micro-batch completes their gradients.
   std::vector<std::size_t> completion_order() const;
+  /// The parameter whose gradient is zero but in the rows of a micro-batch's tokens: the embedding,
+  /// unless it is the head too.
+  std::optional<std::size_t> token_table() const;
 
   /// Losses without saving anything; `store` follows make_forward_only_plan.
   void evaluate(const Context&, const Batch&, ActivationStore& store, const Tensor& token_loss) const;

@@ -399,6 +399,10 @@ std::vector<ConfigKey> make_keys() {
       may_change(boolean(
           "parallel", "overlap", [](C& c) -> auto& { return c.parallel.reduction.overlap; },
           "gradients leave during the backward pass of the last micro-batch; false: after it")),
+      may_change(boolean(
+          "parallel", "sparse_embedding",
+          [](C& c) -> auto& { return c.parallel.reduction.sparse_embedding; },
+          "quangrad, replicated: of the embedding's gradient only the rows of the step's tokens leave")),
       may_change(integer<std::int64_t>(
           "parallel", "bucket_elements",
           [](C& c) -> auto& { return c.parallel.reduction.bucket_elements; }, 1, kLargest,

@@ -24,6 +24,12 @@ OptimizerShare share_of(const RunConfig& config, const Communicator& ranks) {
 
 std::int64_t tokens_of(const RunConfig& config) { return config.run.sequence * config.run.micro_batch; }
 
+std::optional<TokenTable> token_table(const Transformer& model, const RunConfig& config) {
+  const std::optional<std::size_t> table = model.token_table();
+  if (!table) return std::nullopt;
+  return TokenTable{*table, config.run.tokens_per_step()};
+}
+
 }  // namespace
 
 Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas)
@@ -45,7 +51,7 @@ Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas,
       gradients_(arenas[MemoryClass::kGradients], model_.parameters(), config.gradients,
                  config.model.dtype, share_of(config, ranks_).ranks),
       reducer_(backend, gradients_, model_.completion_order(), ranks_, config.parallel.reduction,
-               arenas[MemoryClass::kCommunication]),
+               arenas[MemoryClass::kCommunication], token_table(model_, config)),
       optimizer_(arenas[MemoryClass::kMoments], arenas[MemoryClass::kMasters], model_.parameters(),
                  config.optimizer, config.model.dtype, share_of(config, ranks_)),
       // Forward and backward of a micro-batch follow each other, so one frame is in flight.
@@ -102,7 +108,8 @@ void Trainer::begin_step() {
 }
 
 void Trainer::micro_batch(const HostBatch& host) {
-  if (micro_batch_ + 1 == own_micro_batches()) reducer_.begin_last();
+  reducer_.add_tokens(host.tokens);
+  if (micro_batch_ + 1 == own_micro_batches()) reducer_.begin_last(context());
   forward_and_backward(host, {});
 }
 

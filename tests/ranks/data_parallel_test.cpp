@@ -8,112 +8,15 @@
 #include <optional>
 
 #include "core/error.h"
-#include "ranks/ranks.h"
+#include "ranks/rank_run.h"
 #include "train/rank_agreement.h"
-#include "train/run_plan.h"
-#include "train/trainer.h"
 
 namespace agoq {
 namespace {
 
-constexpr QuantFormat kE4m3{Code::kE4m3, 128, ScaleType::kFp32, Rounding::kNearest};
-
 /// Of a run that is compared. More ranks than processors take turns: they run for long enough to see
 /// that they do the same.
 std::int64_t steps() { return ranks().size() <= 4 ? 50 : 4; }
-// Where only the last bit matters, a few steps show it.
-constexpr std::int64_t kFewSteps = 8;
-
-/// FP32 throughout, nothing quantised: what differs between layouts is the order of FP32 sums.
-RunConfig fp32_config() {
-  RunConfig config;
-  config.model.hidden = 64;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.model.kv_heads = 2;
-  config.model.head_size = 16;
-  config.model.feed_forward = 176;
-  config.model.segments = 1;
-  config.model.loss_chunk = 16;
-  config.model.dtype = ElementType::kFp32;
-  config.run.sequence = 16;
-  config.run.micro_batch = 1;
-  config.run.micro_batches = 24;
-  config.run.steps = 50;
-  config.optimizer.learning_rate = 5e-4;
-  config.optimizer.warmup_steps = 5;
-  config.optimizer.moments_8bit = false;
-  config.optimizer.master = MasterKind::kNone;
-  config.gradients.format = exact_format(ElementType::kFp32);
-  config.activations.policy = SavePolicy::kKeep;
-  return config;
-}
-
-/// Micro-batch `number` of an endless made-up text with structure to learn, whose targets are ragged, so
-/// that ranks have different numbers of valid tokens; every seventh micro-batch has none at all.
-HostBatch ragged_batch(std::int64_t number, std::int64_t sequence) {
-  HostBatch batch = shape_only_batch(1, sequence);
-  batch.valid_tokens = 0;
-  for (std::int64_t i = 0; i < sequence; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    const std::int64_t place = number * 5 + i;
-    batch.tokens[at] = static_cast<std::int32_t>((place * place + number) % 61);
-    batch.targets[at] = static_cast<std::int32_t>(((place + 1) * (place + 1) + number) % 61);
-    const bool valid = number % 7 != 3 && i < 4 + number * 5 % (sequence - 3);
-    batch.weights[at] = valid ? 1.0f : 0.0f;
-    batch.valid_tokens += valid ? 1 : 0;
-  }
-  return batch;
-}
-
-/// A run that owns its memory.
-class RankRun {
- public:
-  RankRun(const RunConfig& given, Communicator& group)
-      : config(with_ranks(given, group.size())),
-        arenas(rank_backend().allocator(), plan_run(config, rank_backend(), 0, false).classes),
-        trainer(config, rank_backend(), arenas, group) {
-    trainer.initialise();
-  }
-  explicit RankRun(const RunConfig& given) : RankRun(given, *alone()) {}
-
-  void accumulate() {
-    trainer.begin_step();
-    for (std::int64_t i = 0; i < trainer.own_micro_batches(); ++i) {
-      trainer.micro_batch(
-          ragged_batch(trainer.step() * config.run.micro_batches + trainer.micro_batch_number(i),
-                       config.run.sequence));
-    }
-  }
-  StepReport step() {
-    accumulate();
-    return trainer.finish_step();
-  }
-  std::string weight_bytes() const {
-    std::string bytes;
-    for (const Tensor& weight : trainer.model().weights()) {
-      bytes += bytes_of(weight);
-    }
-    return bytes;
-  }
-
- private:
-  static RunConfig with_ranks(RunConfig config, int size) {
-    config.parallel.ranks = size;
-    config.run.device = rank_device();
-    config.run.deterministic = true;
-    return config;
-  }
-  static Communicator* alone() {
-    static const std::unique_ptr<Communicator> one = single_rank();
-    return one.get();
-  }
-
- public:
-  RunConfig config;
-  RunArenas arenas;
-  Trainer trainer;
-};
 
 // Rank 0 runs alone as well, and tells the others what came.
 void expect_equal_steps(const RunConfig& config, double loss_tolerance, double norm_tolerance) {
@@ -139,30 +42,10 @@ void expect_equal_steps(const RunConfig& config, double loss_tolerance, double n
   }
 }
 
-/// What every rank gave, one after the other: the same on all ranks, or on which it is not.
-void expect_same_on_all_ranks(const std::string& bytes) {
-  const std::vector<std::string> of_ranks = ranks().gather_texts(bytes);
-  for (std::size_t r = 1; r < of_ranks.size(); ++r) {
-    EXPECT_TRUE(of_ranks[r] == of_ranks[0]) << "ranks 0 and " << r << " differ";
-  }
-}
-
 std::vector<float> floats_of(const Tensor& x) {
   std::vector<float> values(static_cast<std::size_t>(x.count()));
   rank_backend().read(rank_context(), x.data, values.data(), x.bytes());
   return values;
-}
-
-std::string after_steps(const RunConfig& config, std::int64_t count = kFewSteps) {
-  RankRun run(config, ranks());
-  std::string reports;
-  for (std::int64_t step = 0; step < count; ++step) {
-    const StepReport report = run.step();
-    reports += fmt::format("{} {} ", report.loss, report.gradient_norm);
-  }
-  const std::string state = reports + run.weight_bytes();
-  expect_same_on_all_ranks(state);
-  return state;
 }
 
 TEST(DataParallel, Fp32EqualsOneRank) { expect_equal_steps(fp32_config(), 1e-6, 1e-6); }
@@ -181,16 +64,6 @@ TEST(DataParallel, Bf16WeightsEqualOneRank) {
   // is noise, which the mean over some thousand tokens makes small.
   config.run.sequence = 64;
   expect_equal_steps(config, 1e-5, 1e-3);
-}
-
-RunConfig agoq_config() {
-  RunConfig config = fp32_config();
-  config.model.dtype = ElementType::kBf16;
-  config.activations.policy = SavePolicy::kAgoq;
-  config.optimizer.master = MasterKind::kRemainder;
-  config.optimizer.moments_8bit = true;
-  config.gradients.format = kE4m3;
-  return config;
 }
 
 TEST(DataParallel, WeightsThatDriftApartAreNamed) {
