@@ -187,14 +187,15 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
 void bench_step(const BenchArguments& arguments) {
   check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
               "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
-  const RunConfig config = load_run_config(arguments.what[1], arguments.settings);
-  StepBenchmarkOptions options;
   check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
               "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
+  ProcessRanks ranks;
+  RunConfig config;
+  ranks.together([&] { config = load_run_config(arguments.what[1], arguments.settings); });
+  StepBenchmarkOptions options;
   options.steps = static_cast<int>(arguments.steps);
   options.warmup_steps = static_cast<int>(arguments.warmup);
-  Backend& backend = backend_of(config.run.device);
-  ProcessRanks ranks(backend, ".", config.parallel.timeout_seconds, config.run.threads);
+  Backend& backend = ranks.join(config.run.device, world_options(config, "."), config.run.threads);
   const StepBenchmark step = benchmark_step(config, backend, ranks.all(), options);
   ranks.leave();
   if (!ranks.leads()) return;
@@ -285,10 +286,11 @@ void bench_comm(const BenchArguments& arguments) {
               "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
   check_input(0 <= arguments.multiprocessors && arguments.multiprocessors <= kMostSteps,
               "--multiprocessors is from 0 to {}; {} was given", kMostSteps, arguments.multiprocessors);
-  Backend& backend = backend_named(arguments.device);
   check_input(arguments.timeout > 0, "--timeout is above 0; {} was given", arguments.timeout);
-  ProcessRanks ranks(backend, arguments.rendezvous, arguments.timeout, 0,
-                     static_cast<int>(arguments.multiprocessors));
+  const BackendKind device = device_named(arguments.device);
+  ProcessRanks ranks;
+  Backend& backend = ranks.join(
+      device, {arguments.rendezvous, arguments.timeout, static_cast<int>(arguments.multiprocessors)}, 0);
   std::vector<std::int64_t> sizes{arguments.elements};
   if (arguments.elements == 0) {
     sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"

@@ -4,10 +4,12 @@
 
 namespace agoq {
 
-Backend& backend_named(const std::string& device) {
+BackendKind device_named(const std::string& device) {
   check_input(device == "cpu" || device == "cuda", "--device is cpu or cuda; '{}' was given", device);
-  return backend_of(device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu);
+  return device == "cuda" ? BackendKind::kCuda : BackendKind::kCpu;
 }
+
+Backend& backend_named(const std::string& device) { return backend_of(device_named(device)); }
 
 Backend& backend_for_run(const std::string& directory, const std::optional<std::string>& device) {
   if (!device) {

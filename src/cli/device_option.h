@@ -10,7 +10,9 @@ namespace agoq {
 
 inline constexpr const char* kDeviceOptionHelp = "cpu or cuda; default: where the run was trained";
 
-/// The backend that `device` names. Throws Error (kInput) for names other than cpu and cuda.
+/// The device that `device` names, and its backend. Throw Error (kInput) for names other than cpu and
+/// cuda.
+BackendKind device_named(const std::string& device);
 Backend& backend_named(const std::string& device);
 
 /// The backend that `device` names; without it the one that the run in `directory` was trained

@@ -25,19 +25,23 @@ struct TrainArguments {
 };
 
 void train(const TrainArguments& arguments) {
-  check_input(!(arguments.resume && arguments.overwrite),
-              "--resume goes on with a run and --overwrite removes it: give one of them");
   // `agoq train run.toml | head`: to the run a reader who left is an error of writing, after which it
   // saves a checkpoint; the signal would end it at once.
   std::signal(SIGPIPE, SIG_IGN);
-  const RunConfig config = load_run_config(arguments.config, arguments.settings);
+  ProcessRanks ranks;
+  RunConfig config;
+  ranks.together([&] {
+    check_input(!(arguments.resume && arguments.overwrite),
+                "--resume goes on with a run and --overwrite removes it: give one of them");
+    config = load_run_config(arguments.config, arguments.settings);
+  });
   RunOptions options;
   options.show_progress = !arguments.json;
   options.program = fmt::format("{} {}", build_info().version, build_info().commit);
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
-  Backend& backend = backend_of(config.run.device);
-  ProcessRanks ranks(backend, config.run.directory, config.parallel.timeout_seconds, config.run.threads);
+  Backend& backend =
+      ranks.join(config.run.device, world_options(config, config.run.directory), config.run.threads);
   options.ranks = &ranks.all();
   ProfiledBackend profiled(backend);
   const RunSummary summary =

@@ -77,6 +77,11 @@ Launch launch_from_environment() {
   return {};
 }
 
+std::unique_ptr<Communicator> meet(const Launch& launch) {
+  if (launch.launcher != Launcher::kMpi) return single_rank();
+  return mpi_transport().world(WorldOptions{}.timeout_seconds);
+}
+
 std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
                                     const WorldOptions& options) {
   if (launch.launcher == Launcher::kNone) return single_rank();

@@ -31,6 +31,11 @@ struct Launch {
 /// From the environment of this process. Throws Error (kInput) when its variables contradict each other.
 Launch launch_from_environment();
 
+/// The ranks of `launch` before they have devices, for what they agree on first: all of them where MPI
+/// launched them, elsewhere this one alone. Collective. Throws Error (kInput) where this build has no
+/// MPI.
+std::unique_ptr<Communicator> meet(const Launch& launch);
+
 struct WorldOptions {
   /// Where NCCL's unique id goes from rank to rank without MPI: a directory that all of them see.
   std::string rendezvous_directory;

@@ -270,6 +270,47 @@ TEST_F(RankFailures, RanksThatDifferAreToldSoBeforeTheyStart) {
   expect_refused("--set data.paths=" + folder_.path("text2"), "data.paths is ");
 }
 
+// Before the ranks have a communicator of their devices, which a GPU's would wait for until it is late.
+TEST_F(RankFailures, RanksWithDifferentDevicesAreToldSo) {
+  for (const auto& [first, second] : {std::pair{"cpu", "cuda"}, std::pair{"cuda", "cpu"}}) {
+    RankProcesses processes({{1, arguments("run", fmt::format("--set run.device={}", first))},
+                             {2, arguments("run", fmt::format("--set run.device={}", second))}});
+    EXPECT_EQ(processes.wait(20), 2) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    const std::string text =
+        fmt::format("the device is {} on rank 0 and {} on ranks 1 and 2", first, second);
+    EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
+    EXPECT_FALSE(fs::exists(folder_.path("run") + "/config.toml"));
+  }
+}
+
+TEST_F(RankFailures, BadInputOfAllRanksIsOneLine) {
+  folder_.write("broken.toml", "[model]\nhidden = = 3\n");
+  folder_.write("unknown.toml", "[model]\nhiden = 128\n");
+  const auto expect_line = [&](const std::string& command, const std::string& text) {
+    RankProcesses processes({{4, command}});
+    EXPECT_EQ(processes.wait(20), 2) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
+  };
+  expect_line("train " + folder_.path("broken.toml"), "broken.toml");
+  expect_line("train " + folder_.path("unknown.toml"), "unknown key model.hiden; did you mean hidden?");
+  expect_line("train " + folder_.path("absent.toml"), "absent.toml");
+  expect_line("bench step " + folder_.path("unknown.toml"),
+              "unknown key model.hiden; did you mean hidden?");
+  expect_line(arguments("run", "--resume --overwrite"), "give one of them");
+}
+
+// The others have read theirs, and are waiting.
+TEST_F(RankFailures, BadInputOfOneRankEndsAllAndNamesIt) {
+  RankProcesses processes(
+      {{2, arguments("run")}, {1, arguments("run", "--set model.hiden=128")}, {1, arguments("run")}});
+  EXPECT_EQ(processes.wait(20), 2) << processes.error();
+  ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+  EXPECT_EQ(processes.lines().front().find("agoq: rank 2: "), 0u) << processes.error();
+  EXPECT_FALSE(fs::exists(folder_.path("run") + "/config.toml"));
+}
+
 TEST_F(RankFailures, AnErrorOfAllRanksIsOneLine) {
   RankProcesses processes({{3, arguments("run", "--set data.paths=/nowhere")}});
   EXPECT_EQ(processes.wait(20), 2);
