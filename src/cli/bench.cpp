@@ -46,7 +46,7 @@ struct BenchArguments {
   std::int64_t elements = 0;
   std::int64_t bucket = CommunicationBenchmarkOptions{}.bucket_elements;
   std::int64_t repetitions = CommunicationBenchmarkOptions{}.repetitions;
-  std::int64_t multiprocessors = 0;
+  std::int64_t nccl_max_ctas = 0;
   std::string rendezvous = ".";
   double timeout = WorldOptions{}.timeout_seconds;
   bool json = false;
@@ -284,13 +284,13 @@ void bench_comm(const BenchArguments& arguments) {
   check_input(1 <= arguments.bucket, "--bucket is at least 1; {} was given", arguments.bucket);
   check_input(1 <= arguments.repetitions && arguments.repetitions <= kMostSteps,
               "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
-  check_input(0 <= arguments.multiprocessors && arguments.multiprocessors <= kMostSteps,
-              "--multiprocessors is from 0 to {}; {} was given", kMostSteps, arguments.multiprocessors);
+  check_input(0 <= arguments.nccl_max_ctas && arguments.nccl_max_ctas <= kMostCtas,
+              "--nccl-max-ctas is from 0 to {}; {} was given", kMostCtas, arguments.nccl_max_ctas);
   check_input(arguments.timeout > 0, "--timeout is above 0; {} was given", arguments.timeout);
   const BackendKind device = device_named(arguments.device);
   ProcessRanks ranks;
   Backend& backend = ranks.join(
-      device, {arguments.rendezvous, arguments.timeout, static_cast<int>(arguments.multiprocessors)}, 0);
+      device, {arguments.rendezvous, arguments.timeout, static_cast<int>(arguments.nccl_max_ctas)}, 0);
   std::vector<std::int64_t> sizes{arguments.elements};
   if (arguments.elements == 0) {
     sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
@@ -342,8 +342,8 @@ Action declare_bench(Arguments& arguments) {
                    "comm: gradients, a multiple of 4096; 0: 2^20, 2^25 and, on cuda, 2^28");
   arguments.option("--bucket", "N", given->bucket, "comm: gradients that are exchanged at a time");
   arguments.option("--repetitions", "N", given->repetitions, "comm: how often each is timed");
-  arguments.option("--multiprocessors", "N", given->multiprocessors,
-                   "comm: of a GPU, for NCCL's kernels; 0: as many as it chooses");
+  arguments.option("--nccl-max-ctas", "N", given->nccl_max_ctas,
+                   "comm: thread blocks of one of NCCL's kernels at most; 0: as many as it chooses");
   arguments.option("--timeout", "SECONDS", given->timeout, "comm: in which an exchange has to complete");
   arguments.option(
       "--rendezvous", "DIR", given->rendezvous,

@@ -96,14 +96,14 @@ std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
     NcclTransport& nccl = nccl_transport();
     const NcclId id = ranks->gather_values(ranks->rank() == 0 ? nccl.new_id() : NcclId{}).front();
     return nccl.join(id, ranks->rank(), ranks->size(), backend, options.timeout_seconds,
-                     options.multiprocessors);
+                     options.nccl_max_ctas);
   }
   if (launch.size == 1) return single_rank();
   NcclTransport& nccl = nccl_transport();
   const NcclIdFile file(options.rendezvous_directory, launch, options.timeout_seconds);
   const NcclId id = launch.rank == 0 ? file.publish(nccl.new_id()) : file.wait();
   return nccl.join(id, launch.rank, launch.size, backend, options.timeout_seconds,
-                   options.multiprocessors);
+                   options.nccl_max_ctas);
 }
 
 void leave_world(const Launch& launch) {

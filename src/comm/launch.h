@@ -36,13 +36,16 @@ Launch launch_from_environment();
 /// MPI.
 std::unique_ptr<Communicator> meet(const Launch& launch);
 
+/// Of WorldOptions::nccl_max_ctas: NCCL has at most so many channels.
+inline constexpr int kMostCtas = 64;
+
 struct WorldOptions {
   /// Where NCCL's unique id goes from rank to rank without MPI: a directory that all of them see.
   std::string rendezvous_directory;
   double timeout_seconds = 60;  // of one exchange
-  /// Of a GPU, for NCCL's kernels at most: they share it with the backward pass. 0: as many as NCCL
-  /// chooses.
-  int multiprocessors = 0;
+  /// NCCL's maxCTAs: thread blocks of one of its kernels at most, each of which takes a multiprocessor
+  /// of the GPU from the backward pass beside it. 0: as many as NCCL chooses.
+  int nccl_max_ctas = 0;
 };
 
 /// The communicator of all ranks of `launch`, for data in `backend`'s memory. Collective. Throws Error

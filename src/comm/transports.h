@@ -27,11 +27,10 @@ class NcclTransport {
  public:
   virtual ~NcclTransport() = default;
   virtual NcclId new_id() = 0;
-  /// The group of `size` ranks that got the same id; on the GPU that `backend` computes on. Its kernels
-  /// take at most `multiprocessors` of the GPU's multiprocessors, 0 for as many as NCCL chooses.
-  /// Collective.
+  /// The group of `size` ranks that got the same id; on the GPU that `backend` computes on. A kernel of
+  /// NCCL's has at most `max_ctas` thread blocks, 0 for as many as it chooses. Collective.
   virtual std::unique_ptr<Communicator> join(const NcclId& id, int rank, int size, Backend& backend,
-                                             double timeout_seconds, int multiprocessors) = 0;
+                                             double timeout_seconds, int max_ctas) = 0;
 };
 
 /// Open the module at the first call. Throw Error (kInput) where the build has none or a library that it

@@ -3,6 +3,7 @@
 #include <limits>
 #include <utility>
 
+#include "comm/launch.h"
 #include "train/run_config.h"
 
 namespace agoq {
@@ -407,6 +408,9 @@ std::vector<ConfigKey> make_keys() {
           "parallel", "bucket_elements",
           [](C& c) -> auto& { return c.parallel.reduction.bucket_elements; }, 1, kLargest,
           "gradients that leave together; two buckets are staged")),
+      may_change(integer<int>(
+          "parallel", "nccl_max_ctas", [](C& c) -> auto& { return c.parallel.nccl_max_ctas; }, 0,
+          kMostCtas, "thread blocks of one of NCCL's kernels at most; 0: as many as it chooses")),
       may_change(real(
           "parallel", "timeout_seconds", [](C& c) -> auto& { return c.parallel.timeout_seconds; },
           kPositive, "a rank that does not answer for so long ends the run")),

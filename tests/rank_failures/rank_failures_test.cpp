@@ -298,6 +298,8 @@ TEST_F(RankFailures, BadInputOfAllRanksIsOneLine) {
   expect_line("train " + folder_.path("absent.toml"), "absent.toml");
   expect_line("bench step " + folder_.path("unknown.toml"),
               "unknown key model.hiden; did you mean hidden?");
+  expect_line(arguments("run", "--set parallel.nccl_max_ctas=65"),
+              "parallel.nccl_max_ctas must be an integer from 0 to 64");
   expect_line(arguments("run", "--resume --overwrite"), "give one of them");
 }
 

@@ -106,14 +106,15 @@ class Event {
 class NcclRanks : public Communicator {
  public:
   /// The group of all ranks that give `id`.
-  NcclRanks(const NcclId& id, int rank, int size, Backend& backend, double timeout_seconds,
-            int multiprocessors)
-      : backend_(backend), rank_(rank), size_(size), timeout_seconds_(timeout_seconds) {
+  NcclRanks(const NcclId& id, int rank, int size, Backend& backend, double timeout_seconds, int max_ctas)
+      : backend_(backend),
+        rank_(rank),
+        size_(size),
+        timeout_seconds_(timeout_seconds),
+        max_ctas_(max_ctas) {
     ncclUniqueId nccl_id;
     std::memcpy(&nccl_id, id.data(), sizeof(nccl_id));
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    if (multiprocessors > 0) config.maxCTAs = multiprocessors;
+    ncclConfig_t config = this->config();
     const ncclResult_t begun = ncclCommInitRankConfig(&group_, size, nccl_id, rank, &config);
     try {
       complete(begun, "joining the other ranks");
@@ -128,8 +129,8 @@ class NcclRanks : public Communicator {
     prepare();
   }
   /// Takes `group` over.
-  NcclRanks(ncclComm_t group, Backend& backend, double timeout_seconds)
-      : backend_(backend), group_(group), timeout_seconds_(timeout_seconds) {
+  NcclRanks(ncclComm_t group, Backend& backend, double timeout_seconds, int max_ctas)
+      : backend_(backend), group_(group), timeout_seconds_(timeout_seconds), max_ctas_(max_ctas) {
     complete(ncclInProgress, "splitting the ranks into groups");
     expect_nccl(ncclCommUserRank(group_, &rank_), "ncclCommUserRank");
     expect_nccl(ncclCommCount(group_, &size_), "ncclCommCount");
@@ -229,8 +230,7 @@ class NcclRanks : public Communicator {
     // A thread of NCCL's writes the group there when it has made it, which may be after the call and
     // after this group is ready again.
     std::atomic_ref<ncclComm_t> part(parts_.emplace_back(nullptr));
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
+    ncclConfig_t config = this->config();
     expect_joined();
     complete(ncclCommSplit(group_, colour, key, &parts_.back(), &config), kOperation);
     Rest rest;
@@ -240,7 +240,7 @@ class NcclRanks : public Communicator {
       expect_nccl(ncclCommGetAsyncError(group_, &state), kOperation);
       if (state != ncclInProgress) expect_nccl(state, kOperation);
     }
-    return std::make_unique<NcclRanks>(part.load(), backend_, timeout_seconds_);
+    return std::make_unique<NcclRanks>(part.load(), backend_, timeout_seconds_, max_ctas_);
   }
 
  private:
@@ -250,6 +250,14 @@ class NcclRanks : public Communicator {
     bool is_under_way = false;
     Clock::time_point since;  // when it was first seen under way
   };
+
+  /// Of this group and of those split from it.
+  ncclConfig_t config() const {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    if (max_ctas_ > 0) config.maxCTAs = max_ctas_;
+    return config;
+  }
 
   std::size_t staging_bytes() const { return piece_bytes_ * static_cast<std::size_t>(size_); }
 
@@ -396,6 +404,7 @@ class NcclRanks : public Communicator {
   int rank_ = 0;
   int size_ = 1;
   double timeout_seconds_;
+  int max_ctas_ = 0;
   // For values of the host.
   cudaStream_t stream_ = nullptr;
   std::size_t piece_bytes_ = 0;
@@ -423,11 +432,11 @@ class Nccl : public NcclTransport {
   }
 
   std::unique_ptr<Communicator> join(const NcclId& id, int rank, int size, Backend& backend,
-                                     double timeout_seconds, int multiprocessors) override {
+                                     double timeout_seconds, int max_ctas) override {
     if (size == 1) return single_rank();
     expect_version();
     backend.expect_ready();  // a message about a missing GPU that is better than NCCL's
-    return std::make_unique<NcclRanks>(id, rank, size, backend, timeout_seconds, multiprocessors);
+    return std::make_unique<NcclRanks>(id, rank, size, backend, timeout_seconds, max_ctas);
   }
 
  private:
