@@ -1,8 +1,8 @@
 // What QuanGrad costs in learning, on four ranks and real text: the validation loss against that of the
 // FP32 all-reduce, all else equal, with the naive FP8 sum beside it.
 //
-// One run tells nothing: two that differ in the last bit of a sum come apart, and end as far from each
-// other as two seeds do. At a high learning rate that is .5 to 1 % of the loss whatever the arithmetic.
+// One run tells nothing: two that differ in the last bit of a sum come apart. At a learning rate of 3e-3
+// they end .4 to 1.2 % of the loss from each other, whatever the arithmetic (docs/ranks.md).
 // So the learning rate is low and falls to zero, which keeps the runs of a seed together: they start
 // from the same weights and see the same batches, and their relative difference scatters by less than
 // .1 %. The mean over the seeds and its standard error are judged:
