@@ -127,6 +127,10 @@ class Backend {
   virtual Stream side_stream(int) { return {}; }
   /// What is queued on `later` from now on begins when what `earlier` holds now is done.
   virtual void order(Stream /*earlier*/, Stream /*later*/) {}
+  /// order() in two parts: what `earlier` holds at mark(earlier, n) is done before what is queued on
+  /// `later` after await_mark(n, later) begins. Numbers n count from 0; a later mark replaces one.
+  virtual void mark(Stream /*earlier*/, int) {}
+  virtual void await_mark(int, Stream /*later*/) {}
 
   // --- data movement ---
   virtual void zero(const Context&, std::byte* memory, std::size_t bytes) = 0;

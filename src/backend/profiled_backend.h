@@ -43,6 +43,8 @@ class ProfiledBackend : public Backend {
   void use_device(int index) override { backend_.use_device(index); }
   Stream side_stream(int index) override { return backend_.side_stream(index); }
   void order(Stream earlier, Stream later) override { backend_.order(earlier, later); }
+  void mark(Stream earlier, int number) override { backend_.mark(earlier, number); }
+  void await_mark(int number, Stream later) override { backend_.await_mark(number, later); }
 
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
   void copy(const Context&, const Tensor& source, const Tensor& destination) override;

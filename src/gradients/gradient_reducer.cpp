@@ -44,6 +44,7 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
   check(order.size() == count, "the reducer was given {} parameters in order; there are {}",
         order.size(), count);
   sums_ = memory.take(ElementType::kFp64, Shape{as_row(count), 1});
+  under_way_.resize(count);
   std::vector<QuantTensor> tensors;
   std::vector<BlockGrid> grids;
   for (std::size_t p = 0; p < count; ++p) {
@@ -307,17 +308,30 @@ double GradientReducer::norm(const Context& context, double scale) const {
   return std::sqrt(total) * scale;
 }
 
-void GradientReducer::gather_weight(const Context& context, const Tensor& weight) {
+void GradientReducer::gather_weight(const Context& context, std::size_t parameter,
+                                    const Tensor& weight) {
   if (is_alone() || !config_.sharded) return;
   sends_.clear();
   receives_.clear();
   add_gathering(ranks_, as_quant_tensor(weight), {0, slot_rows(weight.rows(), ranks_.size())}, sends_,
                 receives_);
-  ranks_.exchange(beside(context), sends_, receives_);
+  const Context side = beside(context);
+  ranks_.exchange(side, sends_, receives_);
+  if (context.workspace.is_measuring()) return;
+  backend_.mark(side.stream, static_cast<int>(parameter));
+  under_way_[parameter] = true;
+}
+
+void GradientReducer::await_weight(const Context& context, std::size_t parameter) {
+  if (!under_way_[parameter]) return;
+  under_way_[parameter] = false;
+  backend_.await_mark(static_cast<int>(parameter), context.stream);
 }
 
 void GradientReducer::finish_gathering(const Context& context) {
-  if (!is_alone() && config_.sharded) rejoin(context);
+  for (std::size_t parameter = 0; parameter < under_way_.size(); ++parameter) {
+    await_weight(context, parameter);
+  }
 }
 
 }  // namespace agoq

@@ -89,9 +89,11 @@ class GradientReducer {
   const std::vector<Parameter>& parameters() const { return gradients_.parameters(); }
 
   /// Where the optimizer is sharded: queues beside the context's stream, behind what it holds now, that
-  /// every rank's rows of a weight go to all. finish_gathering() makes the context's stream wait for
-  /// them. Collective.
-  void gather_weight(const Context&, const Tensor& weight);
+  /// every rank's rows of a parameter's weight go to all. Collective. The weight is whole for what is
+  /// queued on a context's stream after await_weight() or finish_gathering(), which waits for all of
+  /// them: so the first layers of the next forward pass run while the weights of the last are under way.
+  void gather_weight(const Context&, std::size_t parameter, const Tensor& weight);
+  void await_weight(const Context&, std::size_t parameter);
   void finish_gathering(const Context&);
 
   /// Of the last step, on the device: from the end of this rank's backward pass to that of the
@@ -148,6 +150,7 @@ class GradientReducer {
   std::vector<float> scales_;  // kNaiveFp8: of every parameter, the largest of any rank
   // Kept from call to call: nothing is allocated inside a step.
   std::vector<Message> sends_, receives_;
+  std::vector<bool> under_way_;  // weights that were gathered and not awaited
   double exposed_seconds_ = 0;
 };
 

@@ -87,6 +87,14 @@ void Transformer::backward(const Context& context, const Batch& batch, Activatio
   gradients.complete(context, index_.embedding);
 }
 
+void Transformer::use(const Context& context, std::size_t parameter) const {
+  if (before_use_ && parameter != kNoParameter) before_use_(context, parameter);
+}
+
+void Transformer::use_block(const Context& context, std::size_t block) const {
+  for (const std::size_t parameter : parameters_of_block(index_.blocks[block])) use(context, parameter);
+}
+
 void Transformer::complete_block(const Context& context, std::size_t block,
                                  const MainGradients& gradients) const {
   for (const std::size_t parameter : parameters_of_block(index_.blocks[block])) {
@@ -130,6 +138,7 @@ void Transformer::logits(const Context& context, const Batch& batch, ActivationS
   const std::size_t frame = store.open();
   forward_to_norm(context, batch, store, frame, output);
   store.close(frame);
+  use(context, index_.head);
   context.backend.matmul(context, output.slice_rows(first, last), Transpose::kNo, weights_[index_.head],
                          Transpose::kYes, logits);
 }
@@ -153,12 +162,15 @@ void Transformer::forward_to_norm(const Context& context, const Batch& batch, Ac
   const Arena::Scope scope(context.workspace);
   const Tensor x = context.workspace.take(config_.dtype, output.shape);
   const Tensor delta = context.workspace.take(config_.dtype, output.shape);
+  use(context, index_.embedding);
   context.backend.embedding_forward(context, batch.tokens, weights_[index_.embedding], x);
   for (std::size_t l = 0; l < index_.blocks.size(); ++l) {
+    use_block(context, l);
     const BlockCall call{config_, weights_,    index_.blocks[l],
                          batch,   rope_table_, weights_[index_.embedding]};
     block_forward(context, call, x, l == 0 ? Tensor{} : delta, delta, store.layer(frame, l));
   }
+  use(context, index_.final_norm);
   LayerFrame frame_of_norm = store.layer(frame, index_.blocks.size());
   context.backend.residual_norm_forward(
       context, config_.norm, x, delta, final_norm_weight(), config_.norm_epsilon, output,
@@ -168,6 +180,7 @@ void Transformer::forward_to_norm(const Context& context, const Batch& batch, Ac
 
 void Transformer::head_and_loss(const Context& context, const Batch& batch, const Tensor& output,
                                 const Tensor& token_loss, MainGradients* gradients) const {
+  use(context, index_.head);
   Backend& backend = context.backend;
   const Tensor& head = weights_[index_.head];
   const std::int64_t tokens = output.rows();

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -42,6 +43,12 @@ class Transformer {
   void backward(const Context&, const Batch&, ActivationStore& store, std::size_t frame,
                 MainGradients& gradients, const Tensor& doutput) const;
 
+  /// From now on calls use(context, parameter) before a forward pass queues the first operation that
+  /// reads the parameter's weight: for weights that are still on their way.
+  void before_use(std::function<void(const Context&, std::size_t parameter)> use) {
+    before_use_ = std::move(use);
+  }
+
   /// All parameters, in the order in which a micro-batch completes their gradients.
   std::vector<std::size_t> completion_order() const;
   /// The parameter whose gradient is zero but in the rows of a micro-batch's tokens: the embedding,
@@ -65,6 +72,8 @@ class Transformer {
   void head_and_loss(const Context&, const Batch&, const Tensor& output, const Tensor& token_loss,
                      MainGradients* gradients) const;
   Tensor final_norm_weight() const;
+  void use(const Context&, std::size_t parameter) const;
+  void use_block(const Context&, std::size_t block) const;
   void complete_block(const Context&, std::size_t block, const MainGradients& gradients) const;
 
   ModelConfig config_;
@@ -72,6 +81,7 @@ class Transformer {
   ParameterIndex index_;
   std::vector<Tensor> weights_;
   Tensor rope_table_;
+  std::function<void(const Context&, std::size_t)> before_use_;
 };
 
 }  // namespace agoq

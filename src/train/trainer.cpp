@@ -60,11 +60,19 @@ Trainer::Trainer(const RunConfig& config, Backend& backend, RunArenas& arenas,
       forward_only_(arenas[MemoryClass::kBatch], transformer_saves(config.model),
                     make_forward_only_plan(transformer_saves(config.model)), tokens_, 1),
       buffers_(arenas[MemoryClass::kBatch], tokens_, config.run.sequence) {
+  model_.before_use([this](const Context& context, std::size_t parameter) {
+    reducer_.await_weight(context, parameter);
+  });
   // Plans and runs both come by here, so both take the workspaces of this mode.
   backend.set_deterministic(config.run.deterministic);
   Arena& batch = arenas[MemoryClass::kBatch];
   token_loss_ = batch.take(statistics_type(config.model.dtype), Shape{tokens_});
   loss_sums_ = batch.take(ElementType::kFp64, Shape{config.run.micro_batches});
+}
+
+const Transformer& Trainer::model() {
+  reducer_.finish_gathering(context());
+  return model_;
 }
 
 Context Trainer::context() {
@@ -180,19 +188,22 @@ StepReport Trainer::finish_step() {
   check_finite(std::isfinite(report.loss), "step {}: the loss is {}; the weights stay those of step {}",
                report.step, report.loss, step_);
 
+  // A rank without a micro-batch has not waited for the weights of the last update yet.
+  reducer_.finish_gathering(context);
   report.learning_rate = learning_rate_at(config_.optimizer, report.step, config_.run.steps);
   try {
-    // A weight goes to the other ranks while the next is updated.
+    // A weight goes to the other ranks while the next are updated, and comes from them before the next
+    // forward pass uses it.
     report.gradient_norm = optimizer_.update(
         context, model_.weights(), reducer_, report.learning_rate,
-        1.0 / static_cast<double>(report.valid_tokens), report.step,
-        [&](std::size_t parameter) { reducer_.gather_weight(context, model_.weights()[parameter]); });
+        1.0 / static_cast<double>(report.valid_tokens), report.step, [&](std::size_t parameter) {
+          reducer_.gather_weight(context, parameter, model_.weights()[parameter]);
+        });
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kNotFinite) throw;
     throw Error(error.kind(), fmt::format("step {}: {}; the weights stay those of step {}", report.step,
                                           error.what(), step_));
   }
-  reducer_.finish_gathering(context);
   ++step_;
   return report;
 }
@@ -200,6 +211,7 @@ StepReport Trainer::finish_step() {
 std::optional<std::string> Trainer::first_not_finite(const HostBatch& host) {
   FiniteTrace trace(backend_, loss_sums_.reshaped(Shape{loss_sums_.count(), 1}).slice_rows(0, 1));
   const Context own = context();
+  reducer_.finish_gathering(own);
   const Context traced{trace, own.stream, own.workspace, own.random};
   for (std::size_t p = 0; p < model_.parameters().size(); ++p) {
     trace.look_at(traced, model_.weights()[p], "the weight " + model_.parameters()[p].name);

@@ -82,7 +82,8 @@ class Trainer {
   std::int64_t step() const { return step_; }
   void set_step(std::int64_t step) { step_ = step; }
   Context context();
-  const Transformer& model() const { return model_; }
+  /// With all its weights: those of the last update may still have been on their way to this rank.
+  const Transformer& model();
   const MainGradients& gradients() const { return gradients_; }
   Communicator& ranks() const { return ranks_; }
   const AdamW& optimizer() const { return optimizer_; }

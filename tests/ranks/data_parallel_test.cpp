@@ -312,7 +312,7 @@ TEST(DataParallel, TheUpdateOfGivenGradientsDoesNotDependOnTheRanks) {
       for (std::int64_t step = 1; step <= 3; ++step) {
         optimizer.update(rank_context(), {weight}, of.reducer, 1e-2, 1.0, step);
       }
-      of.reducer.gather_weight(rank_context(), weight);
+      of.reducer.gather_weight(rank_context(), 0, weight);
       of.reducer.finish_gathering(rank_context());
       return bytes_of(weight);
     };

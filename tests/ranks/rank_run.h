@@ -91,7 +91,7 @@ class RankRun {
     accumulate();
     return trainer.finish_step();
   }
-  std::string weight_bytes() const {
+  std::string weight_bytes() {
     std::string bytes;
     for (const Tensor& weight : trainer.model().weights()) {
       bytes += bytes_of(weight);

@@ -133,12 +133,33 @@ Stream CudaBackend::side_stream(int index) {
   return side_streams_[static_cast<std::size_t>(index)];
 }
 
+namespace {
+
+cudaEvent_t new_event() {
+  cudaEvent_t event = nullptr;
+  expect_success(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+  return event;
+}
+
+}  // namespace
+
+void CudaBackend::mark(Stream earlier, int number) {
+  while (static_cast<int>(marks_.size()) <= number) marks_.push_back(new_event());
+  expect_success(cudaEventRecord(static_cast<cudaEvent_t>(marks_[static_cast<std::size_t>(number)]),
+                                 stream_of(earlier)),
+                 "marking a stream");
+}
+
+void CudaBackend::await_mark(int number, Stream later) {
+  check(number < static_cast<int>(marks_.size()), "mark {} is awaited and was never made", number);
+  expect_success(
+      cudaStreamWaitEvent(stream_of(later),
+                          static_cast<cudaEvent_t>(marks_[static_cast<std::size_t>(number)]), 0),
+      "waiting for a mark of a stream");
+}
+
 void CudaBackend::order(Stream earlier, Stream later) {
-  if (order_event_ == nullptr) {
-    cudaEvent_t event = nullptr;
-    expect_success(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-    order_event_ = event;
-  }
+  if (order_event_ == nullptr) order_event_ = new_event();
   // A wait is for what the event holds when it is queued, so the event can be recorded again.
   const auto event = static_cast<cudaEvent_t>(order_event_);
   expect_success(cudaEventRecord(event, stream_of(earlier)), "ordering streams");

@@ -36,6 +36,8 @@ class CudaBackend : public Backend {
   void use_device(int index) override;
   Stream side_stream(int index) override;
   void order(Stream earlier, Stream later) override;
+  void mark(Stream earlier, int number) override;
+  void await_mark(int number, Stream later) override;
 
   // movement.cu
   void zero(const Context&, std::byte* memory, std::size_t bytes) override;
@@ -138,6 +140,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<Libraries> libraries_;
   std::vector<Stream> side_streams_;
   void* order_event_ = nullptr;  // cudaEvent_t; recorded and waited for at once
+  std::vector<void*> marks_;     // cudaEvent_t
 };
 
 }  // namespace agoq::cuda
