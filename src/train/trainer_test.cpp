@@ -72,7 +72,7 @@ HostBatch ragged_batch(std::int64_t first, std::int64_t count, std::int64_t sequ
   return batch;
 }
 
-std::vector<float> weights_of(const TinyRun& run, std::size_t parameter) {
+std::vector<float> weights_of(TinyRun& run, std::size_t parameter) {
   const Tensor& tensor = run.trainer.model().weights()[parameter];
   return {tensor.as<float>(), tensor.as<float>() + tensor.count()};
 }

@@ -127,6 +127,8 @@ TEST(SparseEmbedding, HasTheBitsOfTheWholeReduction) {
        {format_of(Code::kE4m3), format_of(Code::kE4m3, Rounding::kStochastic), format_of(Code::kInt8),
         format_of(Code::kDynamic8), exact_format(ElementType::kFp32)}) {
     for (const std::int64_t bucket : {std::int64_t{1}, std::int64_t{5000}, std::int64_t{1} << 27}) {
+      // A bucket per row and an exchange through NCCL for each would take minutes.
+      if (bucket == 1 && rank_device() == BackendKind::kCuda) continue;
       for (const bool overlap : {true, false}) {
         SCOPED_TRACE(fmt::format("{}, buckets of {}, overlap {}", format.to_string(), bucket, overlap));
         ReductionConfig config;

@@ -388,7 +388,8 @@ bool takes_cluster(const Tensor& logits, const Tensor& dlogits) {
     return reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0;
   };
   constexpr std::int64_t kMostBytes = 200 << 10;  // of a block
-  return device().capability >= 90 && width % kQuad == 0 && width >= kLeastClusterWidth &&
+  return compiled_for_hopper(cluster_kernel<float>) && width % kQuad == 0 &&
+         width >= kLeastClusterWidth &&
          width * static_cast<std::int64_t>(sizeof(float)) <= kClusterBlocks * kMostBytes &&
          aligned(logits) && (!dlogits || aligned(dlogits)) &&
          logits.rows() < (std::int64_t{1} << 31) / kClusterBlocks;

@@ -22,15 +22,19 @@ __device__ __forceinline__ void await_predecessors() {
 #endif
 }
 
-/// Whether the module's kernels hold await_predecessors' instructions: code that the driver compiles for
-/// a newer GPU from an older one's PTX does not, and may not be queued as if it did.
-inline bool kernels_await_predecessors(const void* any_kernel) {
-  static const bool await = [&] {
+/// Whether the module's kernels hold the parts under __CUDA_ARCH__ >= 900. The GPU alone does not tell:
+/// code that the driver compiles for a newer one from an older one's PTX lacks them.
+inline bool compiled_for_hopper(const void* any_kernel) {
+  static const bool compiled = [&] {
     cudaFuncAttributes attributes;
     expect_success(cudaFuncGetAttributes(&attributes, any_kernel), "asking for a kernel's attributes");
     return attributes.ptxVersion >= 90;
   }();
-  return await;
+  return compiled;
+}
+template <typename... Parameters>
+bool compiled_for_hopper(void (*any_kernel)(Parameters...)) {
+  return compiled_for_hopper(reinterpret_cast<const void*>(any_kernel));
 }
 
 /// Launch{blocks, threads, bytes of dynamic shared memory, stream}(kernel, arguments...) queues a
@@ -53,7 +57,7 @@ struct Launch {
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    if (kernels_await_predecessors(reinterpret_cast<const void*>(kernel))) {
+    if (compiled_for_hopper(kernel)) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;

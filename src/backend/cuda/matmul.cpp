@@ -245,6 +245,7 @@ class KeptGradient {
 /// Milliseconds that the work which run() queues takes on the stream.
 template <typename Run>
 float timed(Libraries& libraries, cudaStream_t stream, std::string_view operation, Run run) {
+  libraries.cublas();  // makes the events
   const auto [start, end] = libraries.events;
   cuda::expect_success(cudaEventRecord(start, stream), operation);
   run();
