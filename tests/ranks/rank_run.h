@@ -136,7 +136,7 @@ inline std::string after_steps(const RunConfig& config, std::int64_t count = kFe
     const StepReport report = run.step();
     reports += fmt::format("{} {} ", report.loss, report.gradient_norm);
   }
-  const std::string state = reports + run.weight_bytes();
+  std::string state = reports + run.weight_bytes();
   expect_same_on_all_ranks(state);
   return state;
 }
