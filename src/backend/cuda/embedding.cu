@@ -37,28 +37,36 @@ constexpr int kRowsInFlight = 4;  // loads of a long sum do not wait for one ano
 
 // --- forward ---
 
+constexpr int kWordsInFlight = 8;  // of a lane
+
 /// A warp copies a row. Word: 16 bytes where rows allow it, else an element.
 template <typename Word, typename Storage>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const std::int32_t* tokens, std::int64_t count, const Storage* table,
                    std::int64_t vocabulary, std::int64_t width, Storage* out) {
-  await_predecessors();
   const std::int64_t words =
       width * static_cast<std::int64_t>(sizeof(Storage)) / static_cast<std::int64_t>(sizeof(Word));
-  const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t n = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; n < count; n += step) {
-    const std::int32_t token = tokens[n];
-    Storage* const to = out + n * width;
-    if (token < 0 || token >= vocabulary) {
-      for (std::int64_t i = lane_index(); i < width; i += kWarp)
-        store(__uint_as_float(0x7FC00000u), to[i]);
-      continue;
-    }
-    const Word* const source = reinterpret_cast<const Word*>(table + token * width);
-    Word* const destination = reinterpret_cast<Word*>(to);
-#pragma unroll 4
-    for (std::int64_t i = lane_index(); i < words; i += kWarp) destination[i] = source[i];
+  const std::int64_t n = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+  await_predecessors();
+  if (n >= count) return;  // the whole warp
+  const std::int32_t token = tokens[n];
+  Storage* const to = out + n * width;
+  if (token < 0 || token >= vocabulary) {
+    for (std::int64_t i = lane_index(); i < width; i += kWarp)
+      store(__uint_as_float(0x7FC00000u), to[i]);
+    return;
   }
+  const Word* const source = reinterpret_cast<const Word*>(table + token * width);
+  Word* const destination = reinterpret_cast<Word*>(to);
+  std::int64_t i = lane_index();
+  for (; i + (kWordsInFlight - 1) * kWarp < words; i += kWordsInFlight * kWarp) {
+    Word copied[kWordsInFlight];
+#pragma unroll
+    for (int k = 0; k < kWordsInFlight; ++k) copied[k] = source[i + k * kWarp];
+#pragma unroll
+    for (int k = 0; k < kWordsInFlight; ++k) destination[i + k * kWarp] = copied[k];
+  }
+  for (; i < words; i += kWarp) destination[i] = source[i];
 }
 
 // --- backward: sorting positions by token ---
@@ -308,7 +316,7 @@ void CudaBackend::embedding_forward(const Context& context, const Tensor& tokens
   if (context.workspace.is_measuring() || out.count() == 0) return;
   for_storage("embedding_forward", table.type, [&]<typename Storage>() {
     const auto run = [&]<typename Word>() {
-      Launch{grid_blocks((tokens.count() + kWarps - 1) / kWarps, 16), kThreads, 0,
+      Launch{static_cast<unsigned>((tokens.count() + kWarps - 1) / kWarps), kThreads, 0,
              stream_of(context.stream)}(forward_kernel<Word, Storage>, tokens.as<std::int32_t>(),
                                         tokens.count(), table.as<Storage>(), table.rows(), table.width(),
                                         out.as<Storage>());

@@ -26,6 +26,13 @@ unsigned blocks_for(const QuantView& view) {
   return grid_blocks((std::int64_t{view.groups} + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
 }
 
+/// A warp for each group. Blocks that come and go stay in the order of memory; ones that stay and walk
+/// the tensor drift apart, and memory is slower where it is used in many places at once.
+unsigned whole_blocks_for(const QuantView& view) {
+  constexpr std::uint32_t kWarps = kThreads / kWarp;
+  return view.groups / kWarps + (view.groups % kWarps != 0);
+}
+
 /// Calls visit(group) for each group that the warp owns.
 template <typename Visit>
 __device__ __forceinline__ void for_each_group(const QuantView& view, Visit visit) {
@@ -195,35 +202,25 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
 }
 
 constexpr int kDecodingBlocks = 5;  // 48 registers
-/// dequantize where has_whole_nf4_blocks and the destination is aligned. What is packed of the next
-/// group is on its way while one is decoded.
+/// dequantize where has_whole_nf4_blocks and the destination is aligned, a group per warp.
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads, kDecodingBlocks)
     whole_dequantize_kernel(QuantView view, WholeGroups groups, Storage* destination) {
-  await_predecessors();
   const float level = group_detail::level_of_lane<Code::kNf4>();
-  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
-  std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
-  WholeGroups::Place next_place{};
-  WholeNf4Group next;
-  const auto start = [&](std::uint64_t group) {
-    next_place = groups.place(static_cast<std::uint32_t>(group));
-    next.load(view, next_place);
-  };
-  if (index < groups.count) start(index);
-  for (; index < groups.count; index += step) {
-    const WholeGroups::Place place = next_place;
-    WholeNf4Group packed = next;
-    packed.resolve();
-    if (index + step < groups.count) start(index + step);
-    Storage* const to = destination + place.element;
+  const std::uint32_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp;
+  await_predecessors();
+  if (index >= groups.count) return;  // the whole warp
+  const WholeGroups::Place place = groups.place(index);
+  WholeNf4Group packed;
+  packed.load(view, place);
+  packed.resolve();
+  Storage* const to = destination + place.element;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kWarp * kVector >= place.count) break;  // the whole warp
-      float x[kVector];
-      packed.decode(chunk, level, x);
-      if (vector_begin(chunk) < place.count) store_vector(x, to + vector_begin(chunk));
-    }
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk * kWarp * kVector >= place.count) break;  // the whole warp
+    float x[kVector];
+    packed.decode(chunk, level, x);
+    if (vector_begin(chunk) < place.count) store_vector(x, to + vector_begin(chunk));
   }
 }
 
@@ -340,9 +337,7 @@ void CudaBackend::dequantize(const Context& context, const QuantTensor& source,
   const QuantView view = view_of(source);
   for_storage("dequantize", destination.type, [&]<typename Storage>() {
     if (has_whole_nf4_blocks(view) && vector_aligned<Storage>(destination.data, view.segment_length)) {
-      const unsigned blocks = grid_blocks(
-          (std::int64_t{view.groups} + kThreads / kWarp - 1) / (kThreads / kWarp), 2 * kDecodingBlocks);
-      Launch{blocks, kThreads, 0, stream_of(context.stream)}(
+      Launch{whole_blocks_for(view), kThreads, 0, stream_of(context.stream)}(
           whole_dequantize_kernel<Storage>, view, whole_groups(view), destination.as<Storage>());
       return;
     }

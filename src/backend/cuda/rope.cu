@@ -2,15 +2,16 @@
 //   (x_i, x_{i + d/2})  ->  (x_i cos - x_{i + d/2} sin,  x_{i + d/2} cos + x_i sin),  i < d/2,
 // with (cos, sin) = table[position][i]. The inverse takes -sin.
 //
-// Ownership. kTokenThreads neighbouring threads share a token. A thread keeps the angles of one vector
-// of eight pairs in registers and turns that vector in every kTokenThreads / (d / 16)-th head, kHeads
-// heads at a time so that their loads are in flight together. Head sizes that are not multiples of 16 go
-// pair by pair. No sums: the results are the CPU backend's bits.
+// Ownership. kTokenThreads neighbouring threads share a token, and a block takes a few tokens once:
+// blocks that walk the tensor drift apart, and memory is slower where it is read in many places at once.
+// A thread turns one vector of eight pairs in every kTokenThreads / (d / 16)-th head, kHeads heads at a
+// time, whose loads are on their way while it finds the angles. Head sizes that are not multiples of 16
+// go pair by pair. No sums: the results are the CPU backend's bits.
 //
 // A position outside the table turns its token into NaN, which the engine's checks find: the positions
 // are in device memory, and looking at them here would stall the stream.
 #include "backend/cuda/cuda_backend.h"
-#include "backend/cuda/launch.cuh"
+#include "backend/cuda/group_vectors.cuh"
 #include "backend/operand_checks.h"
 
 namespace agoq::cuda {
@@ -18,7 +19,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTokenThreads = 64;
-constexpr int kHeads = 2;
 constexpr int kBlocksPerMultiprocessor = 32;
 
 struct Geometry {
@@ -34,47 +34,48 @@ __device__ __forceinline__ void rotate(float& a, float& b, float cosine, float s
 }
 
 template <typename Storage>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     rope_vectors(Storage* qkv, const std::int32_t* positions, const float* table, Geometry g) {
-  await_predecessors();
+  constexpr int kHeads = sizeof(Storage) == 2 ? 5 : 2;  // as many as registers hold
   const int thread = threadIdx.x % kTokenThreads;
   const int vectors = g.half / kVector, slots = kTokenThreads / vectors;
   const int vector = thread % vectors, slot = thread / vectors;
-  if (slot >= slots) return;
-  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kTokenThreads);
-  for (std::int64_t token =
-           std::int64_t{blockIdx.x} * (kThreads / kTokenThreads) + threadIdx.x / kTokenThreads;
-       token < g.tokens; token += step) {
-    const std::int64_t position = positions[token];
-    const bool known = position >= 0 && position < g.known;
+  const std::int64_t token =
+      std::int64_t{blockIdx.x} * (kThreads / kTokenThreads) + threadIdx.x / kTokenThreads;
+  await_predecessors();
+  if (slot >= slots || token >= g.tokens) return;
+  const std::int64_t position = positions[token];
+  const bool known = position >= 0 && position < g.known;
+  const float4* const angles =
+      reinterpret_cast<const float4*>(table + ((known ? position : 0) * g.half + vector * kVector) * 2);
+  Storage* const own = qkv + token * g.width + vector * kVector;
+  for (int head = slot; head < g.rotated; head += kHeads * slots) {
+    PackedVector<Storage> a[kHeads], b[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (head + h * slots >= g.rotated) continue;
+      const Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
+      load_packed(first, a[h]);
+      load_packed(first + g.half, b[h]);
+    }
     float cosine[kVector], sine[kVector];
-    const float4* angles = reinterpret_cast<const float4*>(
-        table + ((known ? position : 0) * g.half + vector * kVector) * 2);
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
       const float4 two = angles[i];
       cosine[2 * i] = known ? two.x : nanf(""), sine[2 * i] = g.sign * two.y;
       cosine[2 * i + 1] = known ? two.z : nanf(""), sine[2 * i + 1] = g.sign * two.w;
     }
-    Storage* const own = qkv + token * g.width + vector * kVector;
-    for (int head = slot; head < g.rotated; head += kHeads * slots) {
-      float a[kHeads][kVector], b[kHeads][kVector];
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        if (head + h * slots >= g.rotated) continue;
-        Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
-        load_vector(first, a[h]);
-        load_vector(first + g.half, b[h]);
-      }
+    for (int h = 0; h < kHeads; ++h) {
+      if (head + h * slots >= g.rotated) continue;
+      float x[kVector], y[kVector];
+      widen(a[h], x);
+      widen(b[h], y);
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        if (head + h * slots >= g.rotated) continue;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) rotate(a[h][i], b[h][i], cosine[i], sine[i]);
-        Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
-        store_vector(a[h], first);
-        store_vector(b[h], first + g.half);
-      }
+      for (int i = 0; i < kVector; ++i) rotate(x[i], y[i], cosine[i], sine[i]);
+      Storage* const first = own + std::int64_t{head + h * slots} * (2 * g.half);
+      store_vector(x, first);
+      store_vector(y, first + g.half);
     }
   }
 }
@@ -124,9 +125,8 @@ void CudaBackend::rope(const Context& context, const AttentionShape& shape, cons
                          vector_aligned<float>(table.data, kVector);
     if (vectors) {
       constexpr std::int64_t kTokens = kThreads / kTokenThreads;
-      Launch{grid_blocks((tokens + kTokens - 1) / kTokens, kBlocksPerMultiprocessor), kThreads, 0,
-             stream}(rope_vectors<Storage>, qkv.as<Storage>(), positions.as<std::int32_t>(),
-                     table.as<float>(), g);
+      Launch{static_cast<unsigned>((tokens + kTokens - 1) / kTokens), kThreads, 0, stream}(
+          rope_vectors<Storage>, qkv.as<Storage>(), positions.as<std::int32_t>(), table.as<float>(), g);
     } else {
       const std::int64_t pairs = tokens * g.rotated * g.half;
       Launch{grid_blocks((pairs + kThreads - 1) / kThreads, kBlocksPerMultiprocessor), kThreads, 0,

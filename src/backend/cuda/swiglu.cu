@@ -113,42 +113,43 @@ __global__ void __launch_bounds__(kThreads, kSave ? 2 : 3)
   if constexpr (kSave) counts.add_to(counters);
 }
 
-/// hidden from gate_up, which is quantised, where has_whole_nf4_blocks and everything is aligned.
-__global__ void __launch_bounds__(kThreads, 3)
+constexpr int kWholeForwardThreads = 128;
+/// hidden from gate_up, which is quantised, where has_whole_nf4_blocks and everything is aligned; a pair
+/// per warp. Small blocks that come and go stay in the order of memory; ones that stay and walk the
+/// tensor drift apart, and memory is slower where it is used in many places at once.
+__global__ void __launch_bounds__(kWholeForwardThreads, 6)
     whole_forward_kernel(QuantView view, WholePairs pairs, const Bf16* gate_up, Bf16* hidden,
                          std::int64_t* counters) {
-  await_predecessors();
   const WholeNf4Encoder encoder(view);
   const int begin = lane_index() * kVector;
   LaneCounts counts;
-  const std::uint32_t step = gridDim.x * (kThreads / kWarp);
-  for (std::uint64_t index = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; index < pairs.count;
-       index += step) {
-    const WholePairs::Places places = pairs.places(static_cast<std::uint32_t>(index));
-    PackedGroup<Bf16> packed, u_packed;
-    load_whole_group(gate_up + places.gate.element, places.gate.count, packed);
-    load_whole_group(gate_up + places.up.element, places.gate.count, u_packed);
-    Bf16* const out = hidden + places.hidden + begin;
+  const std::uint32_t pair = blockIdx.x * (kWholeForwardThreads / kWarp) + threadIdx.x / kWarp;
+  await_predecessors();
+  if (pair >= pairs.count) return;  // the whole warp
+  const WholePairs::Places places = pairs.places(pair);
+  PackedGroup<Bf16> packed, u_packed;
+  load_whole_group(gate_up + places.gate.element, places.gate.count, packed);
+  load_whole_group(gate_up + places.up.element, places.gate.count, u_packed);
+  Bf16* const out = hidden + places.hidden + begin;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kWarp * kVector >= places.gate.count) break;  // the whole warp
-      float g[kVector], u[kVector];
-      widen(packed[chunk], g);
-      widen(u_packed[chunk], u);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk * kWarp * kVector >= places.gate.count) break;  // the whole warp
+    float g[kVector], u[kVector];
+    widen(packed[chunk], g);
+    widen(u_packed[chunk], u);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) g[i] = g[i] * sigmoid(g[i]) * u[i];
-      if (chunk * kWarp * kVector + begin < places.gate.count) {
-        store_vector(g, out + chunk * kWarp * kVector);
-      }
+    for (int i = 0; i < kVector; ++i) g[i] = g[i] * sigmoid(g[i]) * u[i];
+    if (chunk * kWarp * kVector + begin < places.gate.count) {
+      store_vector(g, out + chunk * kWarp * kVector);
     }
-    WholeGroups::Place place = places.gate;
+  }
+  WholeGroups::Place place = places.gate;
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {  // one copy of the encoder's code for both
-      encoder.encode(packed, place, gate_up + place.element, counts);
-      place = places.up;
+  for (int half = 0; half < 2; ++half) {  // one copy of the encoder's code for both
+    encoder.encode(packed, place, gate_up + place.element, counts);
+    place = places.up;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) packed[chunk] = u_packed[chunk];
-    }
+    for (int chunk = 0; chunk < kChunks; ++chunk) packed[chunk] = u_packed[chunk];
   }
   counts.add_to(counters);
 }
@@ -277,7 +278,9 @@ void launch_forward(std::string_view operation, const Context& context, const Te
       for_fused_path<Storage>(view, [&]<Code code>() {
         if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
           if (pairs.aligned && has_whole_nf4_blocks(view)) {
-            Launch{blocks_for(pairs), kThreads, 0, stream_of(context.stream)}(
+            constexpr std::uint32_t kWarps = kWholeForwardThreads / kWarp;
+            const unsigned blocks = pairs.count / kWarps + (pairs.count % kWarps != 0);
+            Launch{blocks, kWholeForwardThreads, 0, stream_of(context.stream)}(
                 whole_forward_kernel, view, whole_pairs(view, pairs), gate_up.as<Bf16>(),
                 hidden.as<Bf16>(), counted);
             return;
