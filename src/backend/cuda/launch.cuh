@@ -143,8 +143,12 @@ template <int kBytes>
 __device__ __forceinline__ void copy_async(const void* from, std::uint32_t to) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
-__device__ __forceinline__ void copy_async(const Bf16* from, uint4* to) {
-  copy_async<16>(from, static_cast<std::uint32_t>(__cvta_generic_to_shared(to)));
+/// The same of 16 bytes that are read once: past the L1 cache, which is left to others.
+__device__ __forceinline__ void copy_once_async(const void* from, void* to) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

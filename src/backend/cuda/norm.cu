@@ -32,7 +32,6 @@ constexpr int kMaxGroups = kThreads / kWarp;  // of a row that a team holds in r
 // workspace is planned without a GPU, so this is a constant.
 constexpr int kBackwardBlocksPerMultiprocessor = 2;
 constexpr std::int64_t kMaxPartials = 320;
-constexpr int kSavedResidentBlocks = 3;  // of kThreads; 80 registers, which hold the weights
 constexpr int kSumThreads = 1024;
 
 /// The rows of a launch and how blocks share them.
@@ -225,48 +224,37 @@ __global__ void __launch_bounds__(kThreads, sizeof(Storage) == 4                
 }
 
 /// y = norm(what the packed tensor decodes to) for RMSNorm where has_whole_nf4_groups and everything is
-/// aligned. A block takes every gridDim-th row: the packed elements of the next are on their way while
-/// it computes one, and the weights stay in registers.
-__global__ void __launch_bounds__(kThreads, kSavedResidentBlocks)
+/// aligned. A block is one row: blocks that come and go stay in the order of memory.
+__global__ void __launch_bounds__(kThreads, 4)
     whole_forward_saved_kernel(NormRows shape, QuantView view, const Bf16* weight, Bf16* y) {
-  await_predecessors();
-  // Two sets, used in turn: as in backward_kernel.
-  __shared__ float slots[2][kMaxGroups];
+  __shared__ float slots[kMaxGroups];
   const Place place = place_of_warp(shape);
   const float level = group_detail::level_of_lane<Code::kNf4>();
-  const std::int64_t in_row = std::int64_t{place.group} * kSuperBlock;
-  PackedGroup<Bf16> weights;
-  load_whole_group(weight + in_row, kSuperBlock, weights);
-  WholeNf4Group next;
-  std::int64_t row = blockIdx.x;
-  if (row < shape.rows) next.load(view, row * shape.width + in_row);
-  for (int turn = 0; row < shape.rows; row += gridDim.x, turn ^= 1) {
-    WholeNf4Group packed = next;
-    packed.resolve();
-    if (row + gridDim.x < shape.rows) {
-      next.load(view, (row + gridDim.x) * shape.width + in_row);
-    }
-    GroupValues values;
-    float squares = 0.0f;
+  const int in_row = place.group * static_cast<int>(kSuperBlock);
+  const std::int64_t element = std::int64_t{blockIdx.x} * shape.width + in_row;
+  await_predecessors();
+  WholeNf4Group packed;
+  packed.load(view, element);
+  packed.resolve();
+  GroupValues values;
+  float squares = 0.0f;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      packed.decode(chunk, level, values[chunk]);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    packed.decode(chunk, level, values[chunk]);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) squares = fmaf(values[chunk][i], values[chunk][i], squares);
-    }
-    leave(squares, slots[turn]);
-    __syncthreads();
-    const float mean_square = collect(shape, place, slots[turn]) * shape.inverse_width;
-    const float r = rsqrtf(mean_square + shape.epsilon);
-    Bf16* const out = y + row * shape.width + in_row;
+    for (int i = 0; i < kVector; ++i) squares = fmaf(values[chunk][i], values[chunk][i], squares);
+  }
+  leave(squares, slots);
+  __syncthreads();
+  const float mean_square = collect(shape, place, slots) * shape.inverse_width;
+  const float r = rsqrtf(mean_square + shape.epsilon);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      float w[kVector];
-      widen(weights[chunk], w);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    float w[kVector];
+    load_vector(weight + in_row + vector_begin(chunk), w);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) values[chunk][i] = values[chunk][i] * r * w[i];
-      store_vector(values[chunk], out + vector_begin(chunk));
-    }
+    for (int i = 0; i < kVector; ++i) values[chunk][i] = values[chunk][i] * r * w[i];
+    store_vector(values[chunk], y + element + vector_begin(chunk));
   }
 }
 
@@ -388,15 +376,16 @@ struct NextGroup {
 /// The same for RMSNorm where has_whole_nf4_groups, everything is aligned and a block has at most two
 /// teams, which then do not wait for each other. A row is decoded twice, which takes fewer registers
 /// than keeping it. As soon as a vector of dy or dx has been used, that of the next row is on its way to
-/// its place.
+/// its place. The weights, read twice for each row, lie in shared memory, since the L1 cache does not
+/// keep them while dx goes through it.
 __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     whole_backward_kernel(NormRows shape, QuantView view, const Bf16* dy, const Bf16* weight,
                           const float* rstd, Bf16* dx, float* partials) {
-  await_predecessors();
   __shared__ float slots[2][2][kMaxGroups];  // as in backward_kernel
   extern __shared__ __align__(16) std::byte shared[];
   auto* const next_groups = reinterpret_cast<NextGroup*>(shared);
   NextGroup& next = next_groups[threadIdx.x / kWarp];
+  auto* const weights = reinterpret_cast<Bf16*>(next_groups + kMaxGroups);  // of a row
   const int lane = lane_index();
   const Place place = place_of_warp(shape);
   const float level = group_detail::level_of_lane<Code::kNf4>();
@@ -404,16 +393,23 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
   const std::int64_t step = std::int64_t{gridDim.x} * shape.teams;
   const std::int64_t in_row = std::int64_t{place.group} * kSuperBlock;
   std::int64_t row = std::int64_t{blockIdx.x} * shape.teams + place.team;
+  await_predecessors();
+  for (int i = static_cast<int>(threadIdx.x) * kVector; i < shape.width;
+       i += static_cast<int>(blockDim.x) * kVector) {
+    copy_once_async(weight + i, weights + i);
+  }
   WholeNf4Group next_x;
   if (row < shape.rows) {
     const std::int64_t element = row * shape.width + in_row;
     next_x.load(view, element);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      copy_async(dy + element + vector_begin(chunk), &next.dy[chunk][lane]);
-      copy_async(dx + element + vector_begin(chunk), &next.dx[chunk][lane]);
+      copy_once_async(dy + element + vector_begin(chunk), &next.dy[chunk][lane]);
+      copy_once_async(dx + element + vector_begin(chunk), &next.dx[chunk][lane]);
     }
   }
+  wait_for_copies();
+  __syncthreads();  // the weights have come
   for (int turn = 0; row < shape.rows; row += step, turn ^= 1) {
     const std::int64_t element = row * shape.width + in_row;
     const std::int64_t of_next = element + step * shape.width;
@@ -427,7 +423,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       float x[kVector], g[kVector], w[kVector];
       widen(packed_of(next.dy[chunk][lane]), g);
-      load_vector(weight + in_row + vector_begin(chunk), w);
+      load_vector(weights + in_row + vector_begin(chunk), w);
       x_packed.decode(chunk, level, x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -452,10 +448,10 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerMultiprocessor)
       widen(packed_of(next.dy[chunk][lane]), g);
       widen(packed_of(next.dx[chunk][lane]), out);
       if (more) {
-        copy_async(dy + of_next + vector_begin(chunk), &next.dy[chunk][lane]);
-        copy_async(dx + of_next + vector_begin(chunk), &next.dx[chunk][lane]);
+        copy_once_async(dy + of_next + vector_begin(chunk), &next.dy[chunk][lane]);
+        copy_once_async(dx + of_next + vector_begin(chunk), &next.dx[chunk][lane]);
       }
-      load_vector(weight + in_row + vector_begin(chunk), w);
+      load_vector(weights + in_row + vector_begin(chunk), w);
       x_packed.decode(chunk, level, x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -616,8 +612,7 @@ void launch_forward(const Context& context, const NormRows& shape, const QuantVi
       if constexpr (kInput == Input::kSave) {
         return launch(forward_kernel<Storage, kInput, code, true>, one_team);
       } else {
-        const int resident = kSavedResidentBlocks * kThreads / static_cast<int>(one_team.threads());
-        Launch{grid_blocks(shape.rows, resident), one_team.threads(), 0, stream_of(context.stream)}(
+        Launch{static_cast<unsigned>(shape.rows), one_team.threads(), 0, stream_of(context.stream)}(
             whole_forward_saved_kernel, one_team, view, weight.as<Bf16>(), y.as<Bf16>());
         return;
       }
@@ -656,12 +651,13 @@ void launch_backward(const Context& context, const NormRows& shape, const QuantV
       const bool aligned = all_aligned<Storage>(view.segment_length, {&dy, &weight, &dx});
       if constexpr (code == Code::kNf4 && std::is_same_v<Storage, Bf16>) {
         if (aligned && has_whole_nf4_groups(view) && !shape.layer_norm && shape.teams <= 2) {
-          constexpr int kBytes =
-              kMaxGroups * static_cast<int>(std::max(sizeof(NextGroup), kSuperBlock * sizeof(float)));
+          static_assert(sizeof(NextGroup) >= kSuperBlock * sizeof(float));  // of write_partials
+          const int bytes = kMaxGroups * static_cast<int>(sizeof(NextGroup)) +
+                            static_cast<int>(shape.width * sizeof(Bf16));
           expect_success(cudaFuncSetAttribute(whole_backward_kernel,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                          "norm_backward");
-          Launch{blocks, shape.threads(), kBytes, stream_of(context.stream)}(
+          Launch{blocks, shape.threads(), static_cast<std::size_t>(bytes), stream_of(context.stream)}(
               whole_backward_kernel, shape, view, dy.as<Bf16>(), weight.as<Bf16>(), data_of<float>(rstd),
               dx.as<Bf16>(), partials.as<float>());
           return;
