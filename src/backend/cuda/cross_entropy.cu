@@ -3,12 +3,13 @@
 //   dlogits_c[v] = w_c (exp(logits_c[v] - L_c) - [v = target_c]); dlogits may lie over logits.
 //
 // Rows of 16,384 logits and more, of a multiple of four, on GPUs with clusters (sm_90). A cluster of
-// eight thread blocks takes a row, each block an eighth of its vectors of four, which it copies to its
-// shared memory: each logit crosses the memory bus once, and up to three blocks of different rows share
-// a multiprocessor, one reading while another writes. Threads find maximum and sum of their own vectors;
-// each block sends its own to all blocks of the cluster, and all compute the row's in the same order.
-// They are sent by asynchronous stores that an mbarrier of the receiver counts: a barrier of the cluster
-// would order all of a block's accesses to memory, and take as long as the slowest of them.
+// eight thread blocks takes a row, each block an eighth of its vectors of four: each thread holds the
+// last few of its vectors in registers and copies the others to shared memory. So each logit crosses the
+// memory bus once, and four blocks of different rows share a multiprocessor, some reading while others
+// write. Threads find maximum and sum of their own vectors; each block sends its own to all blocks of
+// the cluster, and all compute the row's in the same order. They are sent by asynchronous stores that an
+// mbarrier of the receiver counts: a barrier of the cluster would order all of a block's accesses to
+// memory, and take as long as the slowest of them.
 //
 // Other rows. A row belongs to one thread block. The first pass finds the maximum and the sum together:
 // a thread keeps its largest logit so far and the sum of exp relative to it, and scales the sum when the
@@ -166,9 +167,11 @@ __global__ void __launch_bounds__(kMaxThreads)
 // --- a cluster per row ---
 
 constexpr int kClusterBlocks = 8;
-constexpr int kClusterThreads = 512;
-constexpr int kQuad = 4;  // logits of a vector
-constexpr int kLeastClusterWidth = kClusterBlocks * kClusterThreads * kQuad;
+constexpr int kClusterThreads = 320;
+constexpr int kClusterResidentBlocks = 4;
+constexpr int kQuad = 4;       // logits of a vector
+constexpr int kHeldQuads = 3;  // of a thread, in registers
+constexpr int kLeastClusterWidth = 1 << 14;
 
 __device__ __forceinline__ void store_quad_once(const float (&value)[kQuad], float* place) {
   __stcs(reinterpret_cast<float4*>(place), make_float4(value[0], value[1], value[2], value[3]));
@@ -282,10 +285,9 @@ __device__ __forceinline__ void for_each_quad(const float4* quads, int begin, in
 
 /// width: a multiple of kQuad, as are all rows' alignments. dlogits may be null.
 template <typename Gradient>
-__global__ void __launch_bounds__(kClusterThreads, 3)
+__global__ void __launch_bounds__(kClusterThreads, kClusterResidentBlocks)
     cluster_kernel(const float* logits, const std::int32_t* targets, const float* weights,
                    float* token_loss, Gradient* dlogits, int width) {
-  await_predecessors();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kWarps = kClusterThreads / kWarp;
   extern __shared__ float4 quads[];
@@ -298,17 +300,18 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
   const int in_row = width / kQuad, per_block = (in_row + kClusterBlocks - 1) / kClusterBlocks;
   const int first = rank * per_block;
   const int count = min(per_block, in_row - first);  // not positive where nothing is left
+  const int copied = max(0, count - kHeldQuads * kClusterThreads);
+  mailbox.open();
+  await_predecessors();
   const float* const in = logits + row * width + std::int64_t{first} * kQuad;
   Gradient* const out =
       dlogits == nullptr ? nullptr : dlogits + row * width + std::int64_t{first} * kQuad;
   // Copied in two halves, each counted by itself. The first is on its way before the row's weight has
   // come, for which a row of weight 0 pays; the second while the first is looked at.
-  const int half = count / 2;
+  const int half = copied / 2;
   const auto start = [&](int begin, int end) {
     for (int i = begin + thread; i < end; i += kClusterThreads) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       static_cast<unsigned>(__cvta_generic_to_shared(quads + i))),
-                   "l"(in + i * kQuad));
+      copy_once_async(in + i * kQuad, quads + i);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -322,22 +325,30 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
     }
     if (rank == 0 && thread == 0) token_loss[row] = weight == 0.0f ? 0.0f : NAN;
     wait_for_copies();
+    Mailbox::wait_for_others();
     return;
   }
-  start(half, count);
-  mailbox.open();
+  start(half, copied);
+  const auto held_index = [&](int k) { return copied + k * kClusterThreads + thread; };
+  float4 held[kHeldQuads];
+#pragma unroll
+  for (int k = 0; k < kHeldQuads; ++k) {
+    const int i = held_index(k);
+    held[k] = i < count ? __ldcs(reinterpret_cast<const float4*>(in) + i)
+                        : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+  }
 
   // A thread reads only what it copied itself.
   Part part{-INFINITY, 0.0f};
-  const auto find_most = [&](int begin, int end) {
-    for_each_quad(quads, begin, end, [&](int, const float4& x) {
-      part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-    });
+  const auto compare = [&](int, const float4& x) {
+    part.most = fmaxf(part.most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
   };
   asm volatile("cp.async.wait_group 1;" ::: "memory");
-  find_most(0, half);
+  for_each_quad(quads, 0, half, compare);
   wait_for_copies();
-  find_most(half, count);
+  for_each_quad(quads, half, copied, compare);
+#pragma unroll
+  for (int k = 0; k < kHeldQuads; ++k) compare(held_index(k), held[k]);
   part.most *= kLog2E;
   const float base = reference(part.most);
   const auto add = [&](int, const float4& x) {
@@ -345,7 +356,9 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
                   (exponential_below(x.z, base) + exponential_below(x.w, base));
   };
   for_each_quad(quads, 0, half, add);
-  for_each_quad(quads, half, count, add);
+  for_each_quad(quads, half, copied, add);
+#pragma unroll
+  for (int k = 0; k < kHeldQuads; ++k) add(held_index(k), held[k]);
   part = combined<kWarp>(part);
   if (lane == 0) warp_parts[warp] = part;
   // Taken before this block's part is sent, after which others lay the gradient over it.
@@ -353,7 +366,7 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
   __syncthreads();
   Mailbox::wait_for_others();
   if (warp == 0) {
-    part = combined<kWarps>(warp_parts[lane % kWarps]);
+    part = combined<kWarp>(lane < kWarps ? warp_parts[lane] : Part{-INFINITY, 0.0f});
     if (lane < kClusterBlocks) mailbox.send(part, rank, lane);
   }
   mailbox.wait();
@@ -374,8 +387,12 @@ __global__ void __launch_bounds__(kClusterThreads, 3)
       }
       store_quad_once(gradient, out + i * kQuad);
     };
+#pragma unroll
+    for (int k = 0; k < kHeldQuads; ++k) {
+      if (held_index(k) < count) write(held_index(k), held[k]);
+    }
     for_each_quad(quads, 0, half, write);
-    for_each_quad(quads, half, count, write);
+    for_each_quad(quads, half, copied, write);
   }
 #endif
 }
@@ -400,7 +417,8 @@ void launch_cluster(const Context& context, const Tensor& logits, const Tensor& 
                     const Tensor& weights, const Tensor& token_loss, const Tensor& dlogits) {
   const int width = static_cast<int>(logits.width());
   const int quads = (width / kQuad + kClusterBlocks - 1) / kClusterBlocks;
-  const int bytes = quads * static_cast<int>(sizeof(float4));
+  const int copied = std::max(0, quads - kHeldQuads * kClusterThreads);
+  const int bytes = copied * static_cast<int>(sizeof(float4));
   expect_success(
       cudaFuncSetAttribute(cluster_kernel<Gradient>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
       "cross_entropy");
