@@ -390,7 +390,8 @@ TEST_F(CudaCodec, AdamwWritesTheSameBytes) {
   for (const BlockGrid& grid :
        {BlockGrid{5, 1, 1}, BlockGrid{1, 300, 1}, BlockGrid{9, 257, 1}, BlockGrid{3, 4 * 1040, 4},
         BlockGrid{2, 2048, 1}, BlockGrid{33, 2 * 768, 2}, BlockGrid{3, 4 * 896, 4},
-        BlockGrid{5, 4 * 128, 4}, BlockGrid{3, 2 * 688, 2}}) {
+        BlockGrid{5, 4 * 128, 4}, BlockGrid{3, 2 * 688, 2}, BlockGrid{7, 3 * 40, 3},
+        BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1088, 1}}) {
     for (const Case& c : formats) {
       for (const Held& held : helds) {
         AdamwStep step;
@@ -466,7 +467,8 @@ TEST_F(CudaCodec, EmbeddingBackwardAddsInOrderOfPositions) {
         Case{1000, 256, 1040, 2, "e4m3/128/fp32"}, Case{777, 70000, 64, 1, "int8/32/bf16"},
         Case{2100, 1000, 24, 1, "fp32"}, Case{600, 50, 40, 1, "nf4/32/two-level/stochastic"},
         Case{600, 257, 2048, 1, "e4m3/128/fp32/stochastic"}, Case{3000, 300, 1536, 2, "e4m3/128/fp32"},
-        Case{20000, 60000, 256, 1, "e4m3/16/fp32"}}) {
+        Case{20000, 60000, 256, 1, "e4m3/16/fp32"}, Case{2500, 400000, 48, 1, "e4m3/16/fp32"},
+        Case{5000, 3, 1024, 1, "e4m3/256/fp32"}, Case{1500, 90, 1312, 2, "e4m3/16/fp32"}}) {
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
       const RandomKey draw = RandomKey{.seed = 5}.with(RandomPurpose::kTest, 17);
       std::vector<std::int32_t> ids(static_cast<std::size_t>(c.positions));

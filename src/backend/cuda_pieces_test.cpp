@@ -103,7 +103,7 @@ TEST(CudaPieces, NaiveSumsAreTheCpusBytes) {
   }
 }
 
-TEST(CudaPieces, MorePiecesThanOneKernelTakes) {
+TEST(CudaPieces, MorePiecesThanMostKernelsTake) {
   AGOQ_NEEDS_GPU();
   Pair pair(std::size_t{96} << 20);
   const BlockGrid grid{9, 1792, 1};
@@ -113,6 +113,10 @@ TEST(CudaPieces, MorePiecesThanOneKernelTakes) {
     pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, sum.cpu, pair.key(), {});
     pair.cuda.backend.add_pieces(pair.cuda, pieces.cuda, sum.cuda, pair.key(), {});
     EXPECT_EQ(pair.differing_bytes(sum), 0) << count;
+    const Twin squares = pair.empty(ElementType::kFp64, Shape{1});
+    pair.cpu.backend.pieces_sum_of_squares(pair.cpu, pieces.cpu, squares.cpu);
+    pair.cuda.backend.pieces_sum_of_squares(pair.cuda, pieces.cuda, squares.cuda);
+    EXPECT_LE(pair.error(squares), 1e-13) << count;
   }
 }
 
@@ -283,6 +287,64 @@ TEST(CudaPieces, UpdateFromPiecesIsTheUpdateFromTheirSum) {
     results.push_back(std::move(bytes));
   }
   EXPECT_TRUE(results[0] == results[1]);
+}
+
+TEST(CudaPieces, UpdatesFromPiecesAreTheCpusBytes) {
+  AGOQ_NEEDS_GPU();
+  const QuantFormat first_format{Code::kDynamic8, 256, ScaleType::kFp32},
+      second_format{Code::kDynamic8Unsigned, 256, ScaleType::kFp32};
+  const std::vector<std::pair<ElementType, MasterKind>> helds{
+      {ElementType::kFp32, MasterKind::kNone},
+      {ElementType::kBf16, MasterKind::kNone},
+      {ElementType::kBf16, MasterKind::kFp32},
+      {ElementType::kBf16, MasterKind::kRemainder}};
+  // Segments of whole blocks of moments; with half blocks, shorter ones and less than a block; not of
+  // whole vectors.
+  for (const BlockGrid& grid :
+       {BlockGrid{64, 4096, 1}, BlockGrid{7, 4 * 896, 4}, BlockGrid{33, 1376, 2}, BlockGrid{9, 384, 3},
+        BlockGrid{5, 3 * 40, 3}, BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1025, 1}}) {
+    for (const int count : {1, 2, 3, 8, 64, 65}) {
+      if (count > 8 && grid.count() > 30000) continue;
+      for (const auto& [type, master_kind] : helds) {
+        Pair pair(std::size_t{32} << 20);
+        const Shape shape{grid.rows, grid.row_length};
+        const QuantTwin first = pair.quant(first_format, grid), second = pair.quant(second_format, grid);
+        const Twin weight = pair.random(type, shape);
+        Twin master;
+        if (master_kind == MasterKind::kFp32) master = pair.random(ElementType::kFp32, shape);
+        if (master_kind == MasterKind::kRemainder) {
+          master = pair.empty(ElementType::kInt16, shape);
+          std::memset(master.cpu.data, 0, master.cpu.bytes());
+          pair.upload(master);
+        }
+        AdamwStep step{.master = master_kind, .learning_rate = 1e-2, .weight_decay = 0.1};
+        step.gradient_scale = 0.25;
+        for (step.step = 1; step.step <= 2; ++step.step) {
+          const Pieces pieces = random_pieces(pair, kE4m3, grid, count);
+          pair.cpu.backend.adamw_update_pieces(pair.cpu, pieces.cpu,
+                                               {weight.cpu, master.cpu, {}, first.cpu, second.cpu}, step,
+                                               pair.key());
+          pair.cuda.backend.adamw_update_pieces(pair.cuda, pieces.cuda,
+                                                {weight.cuda, master.cuda, {}, first.cuda, second.cuda},
+                                                step, pair.key());
+        }
+        const auto what = [&] {
+          return fmt::format("[{}, {}] in {} segments, {} pieces, {}, master {}", grid.rows,
+                             grid.row_length, grid.segments, count, name_of(type),
+                             static_cast<int>(master_kind));
+        };
+        EXPECT_EQ(pair.differing_bytes(first), 0) << what();
+        EXPECT_EQ(pair.differing_bytes(second), 0) << what();
+        EXPECT_EQ(pair.values(weight.cuda), testing_operations::Bench::get(weight.cpu)) << what();
+        if (master.cpu) {
+          std::vector<std::byte> bytes(master.cuda.bytes());
+          pair.cuda.backend.read(pair.cuda, master.cuda.data, bytes.data(), bytes.size());
+          EXPECT_EQ(std::memcmp(bytes.data(), master.cpu.data, bytes.size()), 0) << what();
+        }
+        if (testing::Test::HasFailure()) return;
+      }
+    }
+  }
 }
 
 TEST(CudaSlices, StochasticRoundingIsThatOfTheWholeTensor) {

@@ -7,8 +7,9 @@
 // A warp owns one chunk of 256 elements of a segment, a lane eight of them: of the gradient, both
 // moments and the weight at once. That is one block of moments in dynamic8/256/fp32, the format of 8-bit
 // moments, so a block is quantised as soon as it is updated. Where the formats are those of training,
-// planes are walked without groups (group_codec.cuh). Any other combination of formats goes group by
-// group through local memory.
+// planes are walked without groups (group_codec.cuh), short last blocks of several segments are done
+// side by side, and the gradient may come in pieces of several ranks, which are added in registers. Any
+// other combination of formats goes group by group through local memory.
 //
 // The operations, their order and their rounding are the CPU's (no contraction, IEEE division and
 // square root): every byte that is written is the CPU backend's.
@@ -16,6 +17,7 @@
 
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_codec.cuh"
+#include "backend/cuda/piece_planes.cuh"
 #include "backend/operand_checks.h"
 #include "core/master_weight.h"
 
@@ -334,6 +336,35 @@ __device__ __forceinline__ void decode_chunk(const QuantView& view, const Group&
                 view.aligned && count == kVector, count, x);
 }
 
+/// The codes of a vector of a block in `lanes` neighbouring lanes, a power of two, and the block's
+/// scale, which is FP32; nearest rounding. All lanes of the warp take part.
+template <Code code>
+__device__ __forceinline__ uint2 encode_moments(const float (&x)[kVector], int lanes, float& scale) {
+  constexpr bool kUnsigned = code == Code::kDynamic8Unsigned;
+  std::uint32_t largest = 0;  // numbers that are not negative are ordered like their bits
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const std::uint32_t magnitude = __float_as_uint(kUnsigned ? fmaxf(x[i], 0.0f) : fabsf(x[i]));
+    largest = fabsf(x[i]) <= FLT_MAX && magnitude > largest ? magnitude : largest;
+  }
+  if (lanes == kWarp) {
+    largest = __reduce_max_sync(kWholeWarp, largest);
+  } else {
+    for (int step = 1; step < lanes; step *= 2) {
+      largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, step));
+    }
+  }
+  constexpr float maximum = code_maximum(code);
+  scale = stored_scale_fp32(__uint_as_float(largest) / maximum, maximum);
+  const float reciprocal = 1.0f / scale;
+  float y[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) y[i] = x[i] == x[i] ? x[i] * reciprocal : 0.0f;
+  group_detail::VectorCodes codes = group_detail::encode_vector<code>(y, 0.0f);
+  if (scale == 0.0f) codes = group_detail::zero_codes<code>();
+  return make_uint2(codes.low, codes.high);
+}
+
 template <Code code>
 __device__ __forceinline__ void encode_chunk(const QuantView& view, const Group& group, int chunk,
                                              const float (&x)[kVector]) {
@@ -342,7 +373,11 @@ __device__ __forceinline__ void encode_chunk(const QuantView& view, const Group&
     store_elements(x, view.aligned && count == kVector, count,
                    reinterpret_cast<float*>(group.codes) + vector_begin(chunk));
   } else {
-    encode_chunk_of_256<code>(view, group, chunk, x);
+    float scale;
+    const uint2 codes = encode_moments<code>(x, kWarp, scale);
+    const int begin = vector_begin(chunk), count = vector_count(group, chunk);
+    if (lane_index() == 0 && count > 0) reinterpret_cast<float*>(group.scales)[chunk] = scale;
+    group_detail::store_codes<code>(view, group, begin, count, {codes.x, codes.y});
   }
 }
 
@@ -382,9 +417,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 // --- flat: planes without gaps ---
 //
 // The formats that training uses (gradient e4m3 with FP32 scales, moments of 8 bits) over segments of
-// whole vectors. Each segment is chunks of 256 and a shorter last one; where segments are whole chunks,
-// the tensor is one segment. Chunk c of the tensor is block c of either moment, its element i is element
-// i of every code plane, and both maps are read from shared memory.
+// whole vectors: element i of the tensor is element i of every code plane. Both maps are read from
+// shared memory. MomentCut says what a chunk is.
 
 // Encoding by one lookup, of y 2^-102: then 2^-24 is the smallest normal number, and what is below,
 // whose code is that of zero, falls into the first bins. A bin is the numbers that share sign, exponent
@@ -556,23 +590,154 @@ struct NextChunk {
 struct FlatShared {
   Maps maps;
   NextChunk next[kFlatWarps];
-  std::uint32_t taken;  // chunks of the block's
+  uint4 in_tail[kWarp];  // MomentCut::place_in_tail of each lane
+  std::uint32_t taken;   // of the block's own chunks
 };
 
-// Chunks are dealt to the blocks in turn. A block's warps take the next when they have done one: the
-// multiprocessor prefers some warps to others, and with shares cut beforehand the last would work alone.
-template <typename Held>
+/// The gradient is one tensor, operands.gradient.
+struct OneGradient {
+  static constexpr bool kIsSum = false;
+};
+/// It is the sum of pieces; operands.gradient is the first.
+struct GradientPieces {
+  static constexpr bool kIsSum = true;
+  Planes<> planes;
+};
+
+/// g = the sum of a vector of the pieces, in their order; that of the first has been read.
+__device__ __forceinline__ void sum_pieces(const Planes<>& planes, std::uint64_t element,
+                                           std::uint32_t block, uint2 first_codes, float first_scale,
+                                           float (&g)[kVector]) {
+  constexpr int kInFlight = 4;
+  const auto levels = [](uint2 codes, float scale, float(&x)[kVector]) {
+    if (scale == 0.0f) codes = make_uint2(0, 0);  // a block whose scale is zero is zeros
+    group_detail::decode_vector<Code::kE4m3>({codes.x, codes.y}, 0.0f, x);
+  };
+  levels(first_codes, first_scale, g);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) g[i] *= first_scale;
+#pragma unroll 1
+  for (int piece = 1; piece < planes.count; piece += kInFlight) {
+    uint2 codes[kInFlight];
+    float scales[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (piece + k >= planes.count) continue;
+      codes[k] = *reinterpret_cast<const uint2*>(planes.codes[piece + k] + element);
+      scales[k] = reinterpret_cast<const float*>(planes.scales[piece + k])[block];
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (piece + k >= planes.count) continue;
+      float x[kVector];
+      levels(codes[k], scales[k], x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g[i] += x[i] * scales[k];
+    }
+  }
+}
+
+/// How the kernel cuts a tensor: what a warp does at a time, its *chunk*, is a block of moments, 256
+/// elements of a segment, or the short last blocks of several neighbouring segments, each in as many
+/// lanes as the power of two that holds it. Those segments are a group: of segments of 896 elements the
+/// chunks of a group are 2 * 3 whole blocks and two half ones side by side.
+struct MomentCut {
+  static constexpr std::uint32_t kElements = kWarp * kVector;
+
+  std::uint64_t elements;                 // of the tensor
+  std::uint32_t segment_length;           // elements
+  std::uint32_t blocks, gradient_blocks;  // of a segment
+  std::uint32_t whole_chunks, chunks;     // of a group
+  std::uint32_t total_chunks;             // of the tensor
+  std::uint32_t per_chunks;               // 2^32 / chunks, rounded down
+  int packed_shift;                       // log2 of a group's segments
+  int tail_shift;                         // log2 of the lanes of a short last block
+
+  /// Where a lane's vector and the scales of its blocks lie.
+  struct Place {
+    std::uint64_t element;         // of the vector's first, in the tensor
+    std::uint32_t block;           // of moments, in the tensor
+    std::uint32_t gradient_block;  // in the tensor
+    std::uint32_t flags;
+  };
+  static constexpr std::uint32_t kExists = 1, kLeads = 2, kPacked = 4;  // kPacked: in the whole warp
+
+  /// The place in short last blocks, that of the group's first vector being zero: alike in all groups.
+  /// As {element, block, gradient_block, flags}.
+  __device__ __forceinline__ uint4 place_in_tail(std::uint32_t lane, int gradient_shift) const {
+    const std::uint32_t segment = lane >> tail_shift, in_block = lane & ((1u << tail_shift) - 1);
+    const std::uint32_t in_segment = (blocks - 1) * kElements + in_block * kVector;
+    return make_uint4(
+        segment * segment_length + in_segment, segment * blocks + blocks - 1,
+        segment * gradient_blocks + (in_segment >> gradient_shift),
+        kPacked | (in_segment < segment_length ? kExists : 0u) | (in_block == 0 ? kLeads : 0u));
+  }
+  /// tail: the shared address of what place_in_tail gives.
+  __device__ __forceinline__ Place place(std::uint32_t chunk, std::uint32_t tail,
+                                         int gradient_shift) const {
+    std::uint32_t group = __umulhi(chunk, per_chunks);  // the quotient, or one less
+    std::uint32_t left = chunk - group * chunks;
+    if (left >= chunks) ++group, left -= chunks;
+    const std::uint32_t first_segment = group << packed_shift;
+    uint4 in_group;
+    if (left < whole_chunks) {
+      // The first block of each of the group's segments, the second of each, and so on.
+      const std::uint32_t block = left >> packed_shift, segment = left - (block << packed_shift);
+      const std::uint32_t lane = threadIdx.x % kWarp, in_segment = block * kElements + lane * kVector;
+      in_group = make_uint4(segment * segment_length + in_segment, segment * blocks + block,
+                            segment * gradient_blocks + (in_segment >> gradient_shift),
+                            kExists | (lane == 0 ? kLeads : 0u));
+    } else {
+      in_group = load_shared_quad(tail);
+    }
+    const std::uint64_t element = std::uint64_t{first_segment} * segment_length + in_group.x;
+    if (element >= elements) in_group.w &= kPacked;  // the last group may be a part of one
+    return {element, first_segment * blocks + in_group.y, first_segment * gradient_blocks + in_group.z,
+            in_group.w};
+  }
+};
+
+// Most chunks are dealt to the blocks beforehand, a run of neighbouring ones to each. A block's warps
+// take the next when they have done one: the multiprocessor prefers some warps to others, and with
+// shares cut beforehand the last would work alone. For the same reason, between multiprocessors, the
+// last eighth is taken by whichever block comes, from pools whose counters lie apart, one of them to a
+// block.
+constexpr std::uint32_t kPools = 4, kPoolStride = 64;  // words from one pool's counter to the next
+constexpr std::uint32_t kNoChunk = ~0u;
+
+struct Deal {
+  std::uint32_t first, own;  // the block's
+  std::uint32_t pool, pool_first, pool_chunks;
+
+  __device__ __forceinline__ explicit Deal(std::uint32_t total) {
+    own = total / gridDim.x * 7 / 8;
+    first = blockIdx.x * own;
+    const std::uint32_t pools = min(kPools, gridDim.x), dealt = gridDim.x * own;
+    const std::uint32_t of_pool = (total - dealt + pools - 1) / pools;
+    pool = blockIdx.x % pools;
+    pool_first = dealt + pool * of_pool;
+    pool_chunks = pool_first < total ? min(of_pool, total - pool_first) : 0;
+  }
+};
+
+__global__ void __launch_bounds__(kPools* kPoolStride) zero_pools_kernel(std::uint32_t* pools) {
+  await_predecessors();
+  pools[threadIdx.x] = 0;
+}
+
+template <typename Held, typename Gradient>
 __global__ void __launch_bounds__(kFlatThreads, 1)
-    adamw_flat_kernel(const __grid_constant__ Operands operands, ChunkCut cut) {
+    adamw_flat_kernel(const __grid_constant__ Operands operands, const __grid_constant__ MomentCut cut,
+                      const __grid_constant__ Gradient pieces, std::uint32_t* pools) {
   await_predecessors();
   extern __shared__ __align__(16) std::byte shared_bytes[];
   FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
   const int lane = lane_index();
   const Scalars& scalars = operands.scalars;
-  const auto* const gradients = reinterpret_cast<const uint2*>(operands.gradient.codes);
+  const std::byte* const gradients = operands.gradient.codes;
   const auto* const gradient_scales = reinterpret_cast<const float*>(operands.gradient.scales);
-  auto* const firsts = reinterpret_cast<uint2*>(operands.first.codes);
-  auto* const seconds = reinterpret_cast<uint2*>(operands.second.codes);
+  std::byte* const firsts = operands.first.codes;
+  std::byte* const seconds = operands.second.codes;
   auto* const first_scales = reinterpret_cast<float*>(operands.first.scales);
   auto* const second_scales = reinterpret_cast<float*>(operands.second.scales);
   std::uint32_t base = static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared));
@@ -590,52 +755,74 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
                           kLow = offsetof(NextChunk, low), kHigh = offsetof(NextChunk, high);
   float next_gradient_scale = 0.0f, next_first_scale = 0.0f, next_second_scale = 0.0f;
   // Lanes behind a segment's end decode what they have, zeros at first, under scales of zero.
+  const std::uint32_t in_tail =
+      base + offsetof(FlatShared, in_tail) + static_cast<std::uint32_t>(lane) * sizeof(uint4);
   const auto start = [&](std::uint32_t chunk) {
-    const ChunkCut::Place place = cut.place(chunk, operands.gradient.block_shift);
-    const std::int64_t vector = place.element / kVector;
-    next_first_scale = first_scales[chunk];
-    next_second_scale = second_scales[chunk];
-    next_gradient_scale = gradient_scales[place.block];
-    if (!place.exists) return place;  // copies of one vector to many places would wait for one another
-    copy_async<8>(gradients + vector, pairs);
-    copy_async<8>(firsts + vector, pairs + kFirst);
-    copy_async<8>(seconds + vector, pairs + kSecond);
+    const MomentCut::Place place = cut.place(chunk, in_tail, operands.gradient.block_shift);
+    next_first_scale = next_second_scale = next_gradient_scale = 0.0f;
+    if ((place.flags & MomentCut::kExists) == 0) return place;
+    next_first_scale = first_scales[place.block];
+    next_second_scale = second_scales[place.block];
+    next_gradient_scale = gradient_scales[place.gradient_block];
+    copy_async<8>(gradients + place.element, pairs);
+    copy_async<8>(firsts + place.element, pairs + kFirst);
+    copy_async<8>(seconds + place.element, pairs + kSecond);
     copy_async<16>(Held::low_of(operands, place.element), quads + kLow);
     if constexpr (Held::kHasHigh) copy_async<16>(Held::high_of(operands, place.element), quads + kHigh);
     return place;
   };
-  const std::uint32_t chunks =
-      (cut.total_chunks - blockIdx.x + gridDim.x - 1) / gridDim.x;  // the block's
-  std::uint32_t number = threadIdx.x / kWarp;
-  ChunkCut::Place next_place{};
+  const Deal deal(cut.total_chunks);
+  const auto take_chunk = [&] {
+    std::uint32_t chunk = kNoChunk;
+    if (lane == 0) {
+      std::uint32_t number;  // an addition would be preceded by a search for lanes that add alike
+      asm volatile("atom.shared.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(number) : "r"(taken) : "memory");
+      chunk = deal.first + number;
+      if (number >= deal.own) {
+        number = atomicAdd(pools + deal.pool * kPoolStride, 1u);
+        chunk = number < deal.pool_chunks ? deal.pool_first + number : kNoChunk;
+      }
+    }
+    return __shfl_sync(kWholeWarp, chunk, 0);
+  };
+  MomentCut::Place next_place{};
   NextChunk& own = shared.next[threadIdx.x / kWarp];
   own.gradient[lane] = own.first[lane] = own.second[lane] = make_uint2(0, 0);
   own.low[lane] = own.high[lane] = make_uint4(0, 0, 0, 0);
-  if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
-  if (threadIdx.x == 0) shared.taken = kFlatWarps;
+  if (threadIdx.x < kWarp)
+    shared.in_tail[threadIdx.x] = cut.place_in_tail(threadIdx.x, operands.gradient.block_shift);
+  if (threadIdx.x == 0) shared.taken = 0;
+  __syncthreads();
+  std::uint32_t chunk = take_chunk();
+  if (chunk != kNoChunk) next_place = start(chunk);
   fill_maps(shared.maps);
   __syncthreads();
-  while (number < chunks) {
-    const std::uint32_t this_chunk = blockIdx.x + number * gridDim.x;
-    const ChunkCut::Place place = next_place;
-    const std::int64_t vector = place.element / kVector;
+  while (chunk != kNoChunk) {
+    const MomentCut::Place place = next_place;
+    const bool exists = (place.flags & MomentCut::kExists) != 0;
+    const bool packed = (place.flags & MomentCut::kPacked) != 0;
     float p[kVector];
     wait_for_copies();
     const uint2 gradient = load_shared_pair(pairs);
     uint2 first = load_shared_pair(pairs + kFirst), second = load_shared_pair(pairs + kSecond);
     Held::join(load_shared_quad(quads + kLow),
                Held::kHasHigh ? load_shared_quad(quads + kHigh) : uint4{}, p);
-    const float gradient_scale = place.exists ? next_gradient_scale : 0.0f,
-                first_scale = place.exists ? next_first_scale : 0.0f,
-                second_scale = place.exists ? next_second_scale : 0.0f;
-    if (lane == 0) {  // atomicAdd, without its search for lanes that add to the same place
-      asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(taken) : "memory");
-    }
-    number = __shfl_sync(kWholeWarp, number, 0);
-    if (number < chunks) next_place = start(blockIdx.x + number * gridDim.x);
+    const float gradient_scale = next_gradient_scale, first_scale = next_first_scale,
+                second_scale = next_second_scale;
+    chunk = take_chunk();
+    if (chunk != kNoChunk) next_place = start(chunk);
 
     float g[kVector], m[kVector], v[kVector];
-    group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
+    if constexpr (Gradient::kIsSum) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g[i] = 0.0f;
+      if (exists)
+        sum_pieces(pieces.planes, place.element, place.gradient_block, gradient, gradient_scale, g);
+    } else {
+      group_detail::decode_vector<Code::kE4m3>({gradient.x, gradient.y}, 0.0f, g);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) g[i] *= gradient_scale;
+    }
     decode_by(first_levels, first, first_scale, m);
     decode_by(second_levels, second, second_scale, v);
     // Numbers that are not negative are ordered like their bits, and NaN is above them.
@@ -643,23 +830,34 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     std::uint32_t largest_second = 0, least_second = ~0u;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      update_moments(scalars, g[i] * gradient_scale, m[i], v[i]);
+      update_moments(scalars, g[i], m[i], v[i]);
       largest_first = group_detail::max_or_nan(largest_first, fabsf(m[i]));
       largest_second = max(largest_second, __float_as_uint(v[i]));
       least_second = min(least_second, __float_as_uint(v[i]));
     }
-    const float first_absmax =
-        __uint_as_float(__reduce_max_sync(kWholeWarp, __float_as_uint(largest_first)));
-    const float second_absmax = __uint_as_float(__reduce_max_sync(kWholeWarp, largest_second));
-    const bool in_range = max(__float_as_uint(first_absmax), __float_as_uint(second_absmax)) <=
-                          __float_as_uint(kMostPlain);  // the whole warp
+    std::uint32_t first_bits = __float_as_uint(largest_first), second_bits = largest_second;
+    bool in_range;  // the whole warp
+    if (!packed) {
+      first_bits = __reduce_max_sync(kWholeWarp, first_bits);
+      second_bits = __reduce_max_sync(kWholeWarp, second_bits);
+      in_range = max(first_bits, second_bits) <= __float_as_uint(kMostPlain);
+    } else {
+      for (int step = 1; step < 1 << cut.tail_shift; step *= 2) {
+        first_bits = max(first_bits, __shfl_xor_sync(kWholeWarp, first_bits, step));
+        second_bits = max(second_bits, __shfl_xor_sync(kWholeWarp, second_bits, step));
+      }
+      in_range =
+          __all_sync(kWholeWarp, max(first_bits, second_bits) <= __float_as_uint(kMostPlain)) != 0;
+    }
+    const float first_absmax = __uint_as_float(first_bits), second_absmax = __uint_as_float(second_bits);
     // Below 2^-46 of the largest, what is binned might become zero.
     const float least_plain_second = fmaxf(kLeastPlainSecond, second_absmax * 0x1p-46f);
     bool plain = operands.may_be_plain && in_range;
-    if (plain && place.exists) {
+    if (plain && exists) {
       const float least_gradient =
           fabsf(gradient_scale * scalars.gradient_scale) * scalars.one_minus_beta1;
-      plain = least_second >= __float_as_uint(least_plain_second) &&
+      // A sum of pieces may be smaller than the least magnitude of any.
+      plain = !Gradient::kIsSum && least_second >= __float_as_uint(least_plain_second) &&
               (first_scale == 0.0f || first_scale >= kLeastPlainFirstScale) &&
               (least_gradient == 0.0f || least_gradient >= kLeastPlainGradient);
       if (!plain) {
@@ -692,30 +890,26 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
         }
       }
     }
-    if (place.exists) Held::store(operands, place.element, true, kVector, p);
-    if (!in_range) {
-      const int begin = place.exists ? lane * kVector : 0;  // of the vector at `place`, in the block
-      const auto encode_with_care = [&]<Code code>(const QuantView& view, const float(&x)[kVector]) {
-        Group group{};  // the block alone
-        group.codes = reinterpret_cast<std::uint8_t*>(view.codes) + (place.element - begin);
-        group.scales = view.scales + std::int64_t{this_chunk} * std::int64_t{sizeof(float)};
-        group.count =
-            static_cast<int>(min(cut.segment_length - place.in_segment + begin, ChunkCut::kElements));
-        encode_chunk_of_256<code>(view, group, 0, x);
-      };
-      encode_with_care.template operator()<Code::kDynamic8>(operands.first, m);
-      lift_underflow(v, kWarp);
-      encode_with_care.template operator()<Code::kDynamic8Unsigned>(operands.second, v);
-      continue;
+    if (exists) Held::store(operands, place.element, true, kVector, p);
+    float new_first_scale, new_second_scale;
+    if (in_range) {
+      // stored_scale_fp32 of numbers that are not negative and in range.
+      new_first_scale = first_absmax < kSmallestScale ? 0.0f : first_absmax;
+      new_second_scale = second_absmax < kSmallestScale ? 0.0f : second_absmax;
+      first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
+      second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
+    } else {
+      const int lanes = packed ? 1 << cut.tail_shift : kWarp;  // of a block
+      first = encode_moments<Code::kDynamic8>(m, lanes, new_first_scale);
+      lift_underflow(v, lanes);
+      second = encode_moments<Code::kDynamic8Unsigned>(v, lanes, new_second_scale);
     }
-    // stored_scale_fp32 of numbers that are not negative and in range.
-    const float new_first_scale = first_absmax < kSmallestScale ? 0.0f : first_absmax,
-                new_second_scale = second_absmax < kSmallestScale ? 0.0f : second_absmax;
-    first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
-    second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
-    if (place.exists) firsts[vector] = first, seconds[vector] = second;
-    if (lane == 0)
-      first_scales[this_chunk] = new_first_scale, second_scales[this_chunk] = new_second_scale;
+    if (exists) {
+      *reinterpret_cast<uint2*>(firsts + place.element) = first;
+      *reinterpret_cast<uint2*>(seconds + place.element) = second;
+      if ((place.flags & MomentCut::kLeads) != 0)
+        first_scales[place.block] = new_first_scale, second_scales[place.block] = new_second_scale;
+    }
   }
 }
 
@@ -782,6 +976,38 @@ bool is_flat(const Operands& operands) {
          is_block_of_256(operands.second, Code::kDynamic8Unsigned);
 }
 
+/// Of a tensor of `count` elements.
+MomentCut moment_cut(const Operands& operands, std::int64_t count) {
+  constexpr std::int64_t kElements = MomentCut::kElements;
+  std::int64_t segment_length = operands.first.segment_length;
+  // Where segments are whole blocks they do not matter.
+  if (segment_length % kElements == 0) segment_length = kElements;
+  const std::int64_t segments = count / segment_length;
+  const std::int64_t whole = segment_length / kElements, tail = segment_length % kElements;
+  int tail_shift = tail == 0 ? 5 : 0;
+  while ((kVector << tail_shift) < tail) ++tail_shift;
+  const int packed_shift = 5 - tail_shift;  // as many segments as fit into a warp's lanes
+  const std::int64_t whole_chunks = whole << packed_shift, chunks = whole_chunks + (tail > 0 ? 1 : 0);
+  const std::int64_t groups = (segments + (1 << packed_shift) - 1) >> packed_shift;
+  const std::int64_t blocks = whole + (tail > 0 ? 1 : 0);
+  const int gradient_block = operands.gradient.block;
+  const std::int64_t gradient_blocks = (segment_length + gradient_block - 1) / gradient_block;
+  check((groups << packed_shift) * std::max(chunks, gradient_blocks) < (std::int64_t{1} << 32) &&
+            segment_length << packed_shift < (std::int64_t{1} << 32),
+        "a tensor of {} elements is larger than kernels count", count);
+  return {
+      static_cast<std::uint64_t>(count),
+      static_cast<std::uint32_t>(segment_length),
+      static_cast<std::uint32_t>(blocks),
+      static_cast<std::uint32_t>(gradient_blocks),
+      static_cast<std::uint32_t>(whole_chunks),
+      static_cast<std::uint32_t>(chunks),
+      static_cast<std::uint32_t>(groups * chunks),
+      static_cast<std::uint32_t>(std::min((std::int64_t{1} << 32) / chunks, std::int64_t{0xFFFFFFFF})),
+      packed_shift,
+      tail_shift};
+}
+
 bool is_moment_of(const QuantView& view, Code code) {
   return view.code == Code::kFp32 ||
          (view.code == code && view.block == 256 && view.scale == ScaleType::kFp32 &&
@@ -828,12 +1054,8 @@ void check_operands(const AdamwTensors& tensors, const AdamwStep& step) {
         grid.count(), name_of(tensors.master.type), tensors.master ? tensors.master.count() : 0);
 }
 
-}  // namespace
-
-void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tensors,
-                               const AdamwStep& step, const RandomKey& key) {
-  check_operands(tensors, step);
-  if (context.workspace.is_measuring() || tensors.weight.count() == 0) return;
+/// What the kernels are to be told; check_operands has passed.
+Operands operands_of(const AdamwTensors& tensors, const AdamwStep& step, const RandomKey& key) {
   // The two moments of one element must not be rounded with the same number.
   const RandomKey first_key = key.with(RandomPurpose::kMomentRounding, key.tensor);
   RandomKey second_key = first_key;
@@ -843,43 +1065,64 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
   const bool master_aligned =
       step.master == MasterKind::kNone || reinterpret_cast<std::uintptr_t>(master.data) % 16 == 0;
   const Scalars scalars(step);
-  const Operands operands{view_of(tensors.gradient),
-                          view_of(tensors.first_moment),
-                          view_of(tensors.second_moment),
-                          tensors.weight.data,
-                          master.data,
-                          master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
-                          tensors.second_moment.format.code == Code::kDynamic8Unsigned,
-                          scalars.epsilon >= kLeastEpsilon && scalars.epsilon <= 1.0f &&
-                              scalars.second_correction <= kMostCorrection,
-                          tensors.weight.type == ElementType::kFp32,
-                          step.master,
-                          scalars,
-                          mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
-                          mixed_key(first_key),
-                          mixed_key(second_key),
-                          tensors.first_moment.first_row * tensors.gradient.width()};
+  return {view_of(tensors.gradient),
+          view_of(tensors.first_moment),
+          view_of(tensors.second_moment),
+          tensors.weight.data,
+          master.data,
+          master_aligned && vector_aligned<Bf16>(tensors.weight.data, segment),
+          tensors.second_moment.format.code == Code::kDynamic8Unsigned,
+          scalars.epsilon >= kLeastEpsilon && scalars.epsilon <= 1.0f &&
+              scalars.second_correction <= kMostCorrection,
+          tensors.weight.type == ElementType::kFp32,
+          step.master,
+          scalars,
+          mixed_key(key.with(RandomPurpose::kWeightRounding, key.tensor)),
+          mixed_key(first_key),
+          mixed_key(second_key),
+          tensors.first_moment.first_row * tensors.gradient.width()};
+}
+
+Tensor take_pools(const Context& context) {
+  return context.workspace.take(ElementType::kInt32, Shape{std::int64_t{kPools * kPoolStride}});
+}
+
+/// Queues adamw_flat_kernel for weights of `count` elements.
+template <typename Gradient>
+void launch_flat(cudaStream_t stream, const Operands& operands, std::int64_t count,
+                 const Gradient& pieces, const Tensor& pool_counters) {
+  const MomentCut cut = moment_cut(operands, count);
+  static const bool filled = [&] {  // a process has one stream: what follows finds them
+    Launch{(kBins + kThreads - 1) / kThreads, kThreads, 0, stream}(fill_encode_tables_kernel);
+    return true;
+  }();
+  static_cast<void>(filled);
+  auto* const pools = reinterpret_cast<std::uint32_t*>(pool_counters.as<std::int32_t>());
+  Launch{1, kPools * kPoolStride, 0, stream}(zero_pools_kernel, pools);
+  const unsigned blocks = grid_blocks((std::int64_t{cut.total_chunks} + kFlatWarps - 1) / kFlatWarps, 1);
+  for_held(operands, [&]<typename Held>() {
+    constexpr int kBytes = static_cast<int>(sizeof(FlatShared));
+    expect_success(cudaFuncSetAttribute(adamw_flat_kernel<Held, Gradient>,
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                   "adamw_update");
+    Launch{blocks, kFlatThreads, kBytes, stream}(adamw_flat_kernel<Held, Gradient>, operands, cut,
+                                                 pieces, pools);
+  });
+}
+
+}  // namespace
+
+void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tensors,
+                               const AdamwStep& step, const RandomKey& key) {
+  check_operands(tensors, step);
+  const Arena::Scope scope(context.workspace);
+  const Tensor pools = take_pools(context);
+  if (context.workspace.is_measuring() || tensors.weight.count() == 0) return;
+  const Operands operands = operands_of(tensors, step, key);
   const cudaStream_t stream = stream_of(context.stream);
   const std::int64_t groups = operands.gradient.groups;
   if (is_flat(operands) && has_room_for_maps()) {
-    // By the moments' blocks, which are the longer ones.
-    ChunkCut cut = chunk_cut(operands.first, tensors.weight.count());
-    cut.blocks = (cut.segment_length + operands.gradient.block - 1) /
-                 static_cast<std::uint32_t>(operands.gradient.block);
-    static const bool filled = [&] {  // a process has one stream: what follows finds them
-      Launch{(kBins + kThreads - 1) / kThreads, kThreads, 0, stream}(fill_encode_tables_kernel);
-      return true;
-    }();
-    static_cast<void>(filled);
-    const unsigned blocks =
-        grid_blocks((std::int64_t{cut.total_chunks} + kFlatWarps - 1) / kFlatWarps, 1);
-    for_held(operands, [&]<typename Held>() {
-      constexpr int kBytes = static_cast<int>(sizeof(FlatShared));
-      expect_success(cudaFuncSetAttribute(adamw_flat_kernel<Held>,
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                     "adamw_update");
-      Launch{blocks, kFlatThreads, kBytes, stream}(adamw_flat_kernel<Held>, operands, cut);
-    });
+    launch_flat(stream, operands, tensors.weight.count(), OneGradient{}, pools);
   } else if (goes_by_chunk(operands)) {
     const unsigned blocks =
         grid_blocks((groups * kChunks + kWarps - 1) / kWarps, kBlocksPerMultiprocessor);
@@ -891,6 +1134,27 @@ void CudaBackend::adamw_update(const Context& context, const AdamwTensors& tenso
     Launch{blocks, kThreads, 0, stream}(adamw_any_kernel, operands);
   }
   expect_launched("adamw_update");
+}
+
+void CudaBackend::adamw_update_pieces(const Context& context, std::span<const QuantTensor> gradients,
+                                      const AdamwTensors& tensors, const AdamwStep& step,
+                                      const RandomKey& key) {
+  const auto by_sums = [&] { Backend::adamw_update_pieces(context, gradients, tensors, step, key); };
+  // A plan has to have room for either.
+  if (context.workspace.is_measuring() || gradients.size() < 2 || gradients.size() > kMostPieces)
+    return by_sums();
+  expect_pieces("adamw_update_pieces", gradients, tensors.first_moment.grid);
+  AdamwTensors with_first = tensors;
+  with_first.gradient = gradients.front();
+  check_operands(with_first, step);
+  if (tensors.weight.count() == 0) return;
+  Operands operands = operands_of(with_first, step, key);
+  operands.gradient = view_of_all(gradients);
+  if (!is_flat(operands) || !has_room_for_maps()) return by_sums();
+  const Arena::Scope scope(context.workspace);
+  launch_flat(stream_of(context.stream), operands, tensors.weight.count(),
+              GradientPieces{planes_of(gradients)}, take_pools(context));
+  expect_launched("adamw_update_pieces");
 }
 
 }  // namespace agoq::cuda

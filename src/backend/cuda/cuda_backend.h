@@ -110,6 +110,8 @@ class CudaBackend : public Backend {
   // adamw.cu
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
+  void adamw_update_pieces(const Context&, std::span<const QuantTensor> gradients, const AdamwTensors&,
+                           const AdamwStep&, const RandomKey& key) override;
 
   // initialise.cu
   void fill_normal(const Context&, const RandomKey& key, double deviation, const Tensor& x) override;

@@ -1091,33 +1091,6 @@ __device__ __forceinline__ float decode_levels(const QuantView& view, const Grou
   return scale;
 }
 
-/// Quantises the lane's vector `chunk` of a tensor of blocks of 256 and FP32 scales, nearest rounding;
-/// what it would count is not counted. All lanes of the warp take part.
-template <Code code>
-__device__ __forceinline__ void encode_chunk_of_256(const QuantView& view, const Group& group, int chunk,
-                                                    const float (&x)[kVector]) {
-  using namespace group_detail;
-  constexpr bool kUnsigned = code == Code::kDynamic8Unsigned;
-  std::uint32_t largest = 0;  // numbers that are not negative are ordered like their bits
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const std::uint32_t magnitude = __float_as_uint(kUnsigned ? fmaxf(x[i], 0.0f) : fabsf(x[i]));
-    largest = fabsf(x[i]) <= FLT_MAX && magnitude > largest ? magnitude : largest;
-  }
-  constexpr float maximum = code_maximum(code);
-  const float absmax = __uint_as_float(__reduce_max_sync(kWholeWarp, largest));
-  const float scale = stored_scale_fp32(absmax / maximum, maximum);
-  const int begin = vector_begin(chunk), count = vector_count(group, chunk);
-  if (lane_index() == 0 && count > 0) reinterpret_cast<float*>(group.scales)[chunk] = scale;
-  const float reciprocal = 1.0f / scale;
-  float y[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) y[i] = x[i] == x[i] ? x[i] * reciprocal : 0.0f;
-  VectorCodes codes = encode_vector<code>(y, midpoint_of_lane<code>());
-  if (scale == 0.0f) codes = zero_codes<code>();
-  store_codes<code>(view, group, begin, count, codes);
-}
-
 /// How kernels that walk planes without groups cut a tensor: each segment into chunks of 256 elements
 /// and a shorter last one, whole vectors all. Element i of the tensor is element i of a plane of 8 bits;
 /// a block of at most 256 elements lies in one chunk.
@@ -1215,6 +1188,56 @@ __device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lan
     counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
   }
   return make_uint2(codes.low, codes.high);
+}
+
+// Units: sixteen neighbouring elements in E4M3 under FP32 scales, in a lane. Where segments are whole
+// blocks, planes have no gaps: unit u is elements [16 u, 16 u + 16) of the code plane and lies in block
+// 16 u / block.
+
+inline constexpr int kUnit = 2 * kVector;
+
+inline bool has_flat_units(const QuantView& view) {
+  return view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
+         view.segment_length % view.block == 0;
+}
+
+/// x = or += a unit's elements.
+template <bool adds>
+__device__ __forceinline__ void decode_e4m3_unit(uint4 codes, float scale, float (&x)[kUnit]) {
+  if (scale == 0.0f) codes = make_uint4(0, 0, 0, 0);  // a block whose scale is zero is zeros
+  float low[kVector], high[kVector];
+  group_detail::decode_vector<Code::kE4m3>({codes.x, codes.y}, 0.0f, low);
+  group_detail::decode_vector<Code::kE4m3>({codes.z, codes.w}, 0.0f, high);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float of_low = low[i] * scale, of_high = high[i] * scale;
+    x[i] = adds ? x[i] + of_low : of_low;
+    x[kVector + i] = adds ? x[kVector + i] + of_high : of_high;
+  }
+}
+
+/// The codes of x and the scale of its block, which lies in `lanes` neighbouring lanes, a power of two;
+/// nearest rounding. All lanes of the warp take part. NaN becomes zero, Inf the block's largest value.
+__device__ __forceinline__ uint4 encode_e4m3_unit(float (&x)[kUnit], int lanes, float& scale,
+                                                  LaneCounts& counts) {
+  constexpr float maximum = code_maximum(Code::kE4m3);
+  const float largest = largest_of_block(x, lanes, counts);
+  scale = stored_scale_fp32(largest / maximum, maximum);
+  const float reciprocal = 1.0f / scale;
+  float low[kVector], high[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    low[i] = x[i] * reciprocal;
+    high[i] = x[kVector + i] * reciprocal;
+  }
+  // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
+  const group_detail::VectorCodes first = group_detail::encode_vector<Code::kE4m3>(low, 0.0f);
+  const group_detail::VectorCodes second = group_detail::encode_vector<Code::kE4m3>(high, 0.0f);
+  if (scale == 0.0f) {
+    counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
+    return make_uint4(0, 0, 0, 0);
+  }
+  return make_uint4(first.low, first.high, second.low, second.high);
 }
 
 }  // namespace agoq::cuda

@@ -3,8 +3,8 @@
 //   add_pieces              sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
 //   pieces_sum_of_squares   total = sum over elements of (Q^-1(p0) + Q^-1(p1) + ...)^2
 //
-// Elements are added in FP32, in the order of the pieces. Up to kMostPieces pieces are read by one
-// kernel, which has their planes' addresses in its parameters; more go by the default bodies.
+// Elements are added in FP32, in the order of the pieces, which one kernel reads: their planes'
+// addresses are among its parameters. Sums of more than kMostPieces go by the default body.
 //
 // add_pieces. E4M3 under FP32 scales in segments of whole blocks, planes without gaps: a thread owns
 // *units* of sixteen neighbouring elements, which lie in one block, and reads two pieces at a time.
@@ -18,6 +18,7 @@
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_codec.cuh"
 #include "backend/cuda/part_sums.cuh"
+#include "backend/cuda/piece_planes.cuh"
 #include "backend/operand_checks.h"
 
 namespace agoq::cuda {
@@ -25,38 +26,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
-constexpr int kMostPieces = 64;
-constexpr int kUnit = 16;
+// Whose planes' addresses fit into the 32,764 bytes of a kernel's parameters.
+constexpr int kMostSquared = 960;
 
-/// Where the pieces' planes are; all else is alike.
-struct Planes {
-  std::byte* codes[kMostPieces];
-  std::byte* bits[kMostPieces];
-  std::byte* scales[kMostPieces];
-  std::byte* super[kMostPieces];
-  int count;
-};
-
-Planes planes_of(std::span<const QuantTensor> pieces) {
-  Planes planes{};
-  for (std::size_t p = 0; p < pieces.size(); ++p) {
-    planes.codes[p] = pieces[p].codes;
-    planes.bits[p] = pieces[p].bits;
-    planes.scales[p] = pieces[p].scales;
-    planes.super[p] = pieces[p].super;
-  }
-  planes.count = static_cast<int>(pieces.size());
-  return planes;
-}
-
-/// The view of the first piece, aligned where all are.
-QuantView view_of_all(std::span<const QuantTensor> pieces) {
-  QuantView view = view_of(pieces.front());
-  for (const QuantTensor& piece : pieces) view.aligned = view.aligned && view_of(piece).aligned;
-  return view;
-}
-
-__device__ __forceinline__ QuantView view_of_piece(const QuantView& all, const Planes& planes,
+template <int kMost>
+__device__ __forceinline__ QuantView view_of_piece(const QuantView& all, const Planes<kMost>& planes,
                                                    int piece) {
   QuantView view = all;
   view.codes = planes.codes[piece];
@@ -68,17 +42,12 @@ __device__ __forceinline__ QuantView view_of_piece(const QuantView& all, const P
 
 // --- units of E4M3 under FP32 scales, planes without gaps ---
 
-/// Whether unit u is elements [16 u, 16 u + 16) of the code plane and lies in block 16 u / block.
-bool has_flat_units(const QuantView& view) {
-  return view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
-         view.segment_length % view.block == 0;
-}
-
 struct PieceUnit {
   uint4 codes;
   float scale;
 };
-__device__ __forceinline__ PieceUnit load_unit(const Planes& planes, int piece, std::int64_t unit,
+template <int kMost>
+__device__ __forceinline__ PieceUnit load_unit(const Planes<kMost>& planes, int piece, std::int64_t unit,
                                                int block_shift) {
   return {reinterpret_cast<const uint4*>(planes.codes[piece])[unit],
           reinterpret_cast<const float*>(planes.scales[piece])[unit * kUnit >> block_shift]};
@@ -87,21 +56,12 @@ __device__ __forceinline__ PieceUnit load_unit(const Planes& planes, int piece, 
 /// x = or += the unit's elements.
 template <bool adds>
 __device__ __forceinline__ void decode_unit(const PieceUnit& unit, float (&x)[kUnit]) {
-  uint4 codes = unit.codes;
-  if (unit.scale == 0.0f) codes = make_uint4(0, 0, 0, 0);  // a block whose scale is zero is zeros
-  float low[kVector], high[kVector];
-  group_detail::decode_vector<Code::kE4m3>({codes.x, codes.y}, 0.0f, low);
-  group_detail::decode_vector<Code::kE4m3>({codes.z, codes.w}, 0.0f, high);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const float of_low = low[i] * unit.scale, of_high = high[i] * unit.scale;
-    x[i] = adds ? x[i] + of_low : of_low;
-    x[kVector + i] = adds ? x[kVector + i] + of_high : of_high;
-  }
+  decode_e4m3_unit<adds>(unit.codes, unit.scale, x);
 }
 
 /// x = the sum of the pieces' elements of a unit that exists.
-__device__ __forceinline__ void sum_unit(const Planes& planes, std::int64_t unit, int block_shift,
+template <int kMost>
+__device__ __forceinline__ void sum_unit(const Planes<kMost>& planes, std::int64_t unit, int block_shift,
                                          float (&x)[kUnit]) {
   const int count = planes.count;
   PieceUnit even = load_unit(planes, 0, unit, block_shift), odd{};
@@ -114,30 +74,6 @@ __device__ __forceinline__ void sum_unit(const Planes& planes, std::int64_t unit
     if (piece + 2 < count) odd = load_unit(planes, piece + 2, unit, block_shift);
     if (piece + 1 < count) decode_unit<true>(even, x);
   }
-}
-
-/// The E4M3 codes of x and the scale of its block, which lies in `lanes` neighbouring lanes. All lanes
-/// of the warp take part. NaN becomes zero, Inf the block's largest value.
-__device__ __forceinline__ uint4 encode_unit(float (&x)[kUnit], int lanes, float& scale,
-                                             LaneCounts& counts) {
-  constexpr float maximum = code_maximum(Code::kE4m3);
-  const float largest = largest_of_block(x, lanes, counts);
-  scale = stored_scale_fp32(largest / maximum, maximum);
-  const float reciprocal = 1.0f / scale;
-  float low[kVector], high[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    low[i] = x[i] * reciprocal;
-    high[i] = x[kVector + i] * reciprocal;
-  }
-  // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
-  const group_detail::VectorCodes first = group_detail::encode_vector<Code::kE4m3>(low, 0.0f);
-  const group_detail::VectorCodes second = group_detail::encode_vector<Code::kE4m3>(high, 0.0f);
-  if (scale == 0.0f) {
-    counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
-    return make_uint4(0, 0, 0, 0);
-  }
-  return make_uint4(first.low, first.high, second.low, second.high);
 }
 
 // While one bucket is summed another one is exchanged. NCCL's blocks take the registers of a
@@ -154,8 +90,8 @@ unsigned flat_blocks(std::int64_t units) {
 }
 
 __global__ void __launch_bounds__(kFlatThreads, 1)
-    add_flat_kernel(const __grid_constant__ Planes planes, uint4* codes, float* scales, int block_shift,
-                    std::int64_t units, std::int64_t* counters) {
+    add_flat_kernel(const __grid_constant__ Planes<> planes, uint4* codes, float* scales,
+                    int block_shift, std::int64_t units, std::int64_t* counters) {
   await_predecessors();
   const int lanes = (1 << block_shift) / kUnit;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
@@ -168,7 +104,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     float x[kUnit] = {};
     if (unit < units) sum_unit(planes, unit, block_shift, x);
     float scale;
-    const uint4 encoded = encode_unit(x, lanes, scale, counts);
+    const uint4 encoded = encode_e4m3_unit(x, lanes, scale, counts);
     if (unit >= units) continue;
     codes[unit] = encoded;
     if (leads_block) scales[unit * kUnit >> block_shift] = scale;
@@ -181,7 +117,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
 /// `code` is the path of the pieces and of the sum, or kSharedPath, which serves all.
 template <Code code>
 __global__ void __launch_bounds__(kThreads)
-    add_groups_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
+    add_groups_kernel(const __grid_constant__ Planes<> planes, const __grid_constant__ QuantView pieces,
                       const __grid_constant__ QuantView sum, const std::int32_t* row_numbers,
                       RandomWords key, std::int64_t* counters) {
   await_predecessors();
@@ -247,8 +183,8 @@ __device__ float element_of(const QuantView& view, std::int64_t row, std::int64_
 /// The pieces' format and layout, where it is known when compiled.
 enum class Layout { kFlatE4m3, kFlatFp32, kAny };
 
-template <Layout layout>
-__device__ __forceinline__ void sum_columns(const Planes& planes, const QuantView& pieces,
+template <Layout layout, int kMost>
+__device__ __forceinline__ void sum_columns(const Planes<kMost>& planes, const QuantView& pieces,
                                             const UnitCut& cut, std::int64_t unit, float (&x)[kUnit]) {
   if constexpr (layout == Layout::kFlatE4m3) {
     sum_unit(planes, unit, pieces.block_shift, x);
@@ -281,10 +217,10 @@ __device__ __forceinline__ void sum_columns(const Planes& planes, const QuantVie
   }
 }
 
-template <Layout layout>
+template <Layout layout, int kMost>
 __global__ void __launch_bounds__(kSumThreads)
-    squares_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
-                   UnitCut cut, double* parts) {
+    squares_kernel(const __grid_constant__ Planes<kMost> planes,
+                   const __grid_constant__ QuantView pieces, UnitCut cut, double* parts) {
   await_predecessors();
   double total = 0;
   for (std::int64_t unit = std::int64_t{blockIdx.x} * kSumThreads + threadIdx.x; unit < cut.units;
@@ -308,7 +244,7 @@ __device__ __forceinline__ float rounded_to_e4m3(float y) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    add_naively_kernel(const __grid_constant__ Planes planes, const __grid_constant__ QuantView pieces,
+    add_naively_kernel(const __grid_constant__ Planes<> planes, const __grid_constant__ QuantView pieces,
                        const __grid_constant__ QuantView sum, std::int64_t elements, float scale) {
   await_predecessors();
   const float reciprocal = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -353,7 +289,7 @@ void CudaBackend::add_pieces(const Context& context, std::span<const QuantTensor
     return Backend::add_pieces(context, pieces, sum, key, counters, row_numbers);
   }
   if (context.workspace.is_measuring() || sum.grid.count() == 0) return;
-  const Planes planes = planes_of(pieces);
+  const Planes<> planes = planes_of(pieces);
   const QuantView of_pieces = view_of_all(pieces);
   const QuantView of_sum = view_of(sum);
   const cudaStream_t stream = stream_of(context.stream);
@@ -407,21 +343,24 @@ void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const 
   expect_pieces("pieces_sum_of_squares", pieces);
   check_total("pieces_sum_of_squares", total);
   refuse_fp64("pieces_sum_of_squares", pieces.front());
-  check(pieces.size() <= kMostPieces,
+  check(pieces.size() <= kMostSquared,
         "pieces_sum_of_squares: up to {} pieces can be added on the GPU, and {} were given: shard the "
         "optimizer over fewer ranks",
-        kMostPieces, pieces.size());
+        kMostSquared, pieces.size());
   const Arena::Scope scope(context.workspace);
   const Tensor parts = take_parts(context);
   if (context.workspace.is_measuring()) return;
-  const Planes planes = planes_of(pieces);
   const QuantView view = view_of_all(pieces);
   const std::int64_t per_row = (view.row_length + kUnit - 1) / kUnit;
   const UnitCut cut{pieces.front().rows() * per_row, static_cast<std::uint32_t>(per_row)};
   const cudaStream_t stream = stream_of(context.stream);
   const auto run = [&]<Layout layout>() {
-    Launch{kSumParts, kSumThreads, 0, stream}(squares_kernel<layout>, planes, view, cut,
-                                              parts.as<double>());
+    const auto with_planes = [&]<int kMost>() {
+      Launch{kSumParts, kSumThreads, 0, stream}(squares_kernel<layout, kMost>, planes_of<kMost>(pieces),
+                                                view, cut, parts.as<double>());
+    };
+    if (pieces.size() <= kMostPieces) return with_planes.template operator()<kMostPieces>();
+    with_planes.template operator()<kMostSquared>();
   };
   if (has_flat_units(view)) {
     run.template operator()<Layout::kFlatE4m3>();
