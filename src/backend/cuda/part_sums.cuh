@@ -1,6 +1,6 @@
 // The end of sums in double precision whose value does not depend on the launch: a tensor is cut into
-// kSumParts parts, each the work of one block of kSumThreads threads, and one more block adds the parts,
-// both in fixed trees.
+// parts, kSumParts where nothing else is said, each the work of one block of kSumThreads threads, and
+// one more block adds the parts, both in fixed trees.
 #pragma once
 
 #include "backend/context.h"
@@ -23,22 +23,26 @@ __device__ __forceinline__ double block_sum(double value) {
   return threadIdx.x < kWarp ? warp_sum(value) : 0.0;
 }
 
-static __global__ void __launch_bounds__(kSumThreads)
-    add_parts_kernel(const double* parts, double* total) {
+inline constexpr int kPartThreads = 1024;
+
+static __global__ void __launch_bounds__(kPartThreads)
+    add_parts_kernel(const double* parts, int count, double* total) {
   await_predecessors();
   double value = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < kSumParts; i += kSumThreads) value += parts[i];
-  value = block_sum<kSumThreads>(value);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kPartThreads) value += parts[i];
+  value = block_sum<kPartThreads>(value);
   if (threadIdx.x == 0) *total = value;
 }
 
-inline Tensor take_parts(const Context& context) {
-  return context.workspace.take(ElementType::kFp64, Shape{kSumParts});
+inline Tensor take_parts(const Context& context, std::int64_t count = kSumParts) {
+  return context.workspace.take(ElementType::kFp64, Shape{count});
 }
 
-/// total[0] = the sum of the parts.
-inline void add_parts(cudaStream_t stream, const Tensor& parts, const Tensor& total) {
-  Launch{1, kSumThreads, 0, stream}(add_parts_kernel, parts.as<double>(), total.as<double>());
+/// total[0] = the sum of the first `count` parts.
+inline void add_parts(cudaStream_t stream, const Tensor& parts, std::int64_t count,
+                      const Tensor& total) {
+  Launch{1, kPartThreads, 0, stream}(add_parts_kernel, parts.as<double>(), static_cast<int>(count),
+                                     total.as<double>());
 }
 
 inline void check_total(std::string_view operation, const Tensor& total) {

@@ -369,7 +369,7 @@ void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const 
   } else {
     run.template operator()<Layout::kAny>();
   }
-  add_parts(stream, parts, total);
+  add_parts(stream, parts, kSumParts, total);
   expect_launched("pieces_sum_of_squares");
 }
 

@@ -3,14 +3,14 @@
 //   sum              of x
 //   sum_of_squares   of what x decodes to: the norm of the main gradient is taken from it
 //
-// The tensor is cut into kParts parts, each the work of one block of threads; a thread adds what it owns
-// in order, the block adds its threads in a fixed tree, and one more block adds the parts in a fixed
-// tree. Nothing of that depends on the GPU, so neither does the result. (The CPU adds in another order:
-// the two agree to FP64 rounding.)
+// The tensor is cut into parts, by its size alone, each the work of one block of threads; a thread adds
+// what it owns in order, the block adds its threads in a fixed tree, and one more block adds the parts
+// in a fixed tree. Nothing of that depends on the GPU, so neither does the result. (The CPU adds in
+// another order: the two agree to FP64 rounding.)
 //
 // A block of quantised elements adds scale^2 times the sum of its squared levels. Levels are small
-// numbers, so eight of them are added in FP32, where a sum in FP64 would cost twice the time of reading
-// them: 2^-24 of each eight squares at most, as much as the CPU rounds each element by.
+// numbers, so up to sixteen of them are added in FP32, where a sum in FP64 would cost twice the time of
+// reading them: each addition rounds by 2^-24 at most, as much as the CPU rounds each element by.
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/group_codec.cuh"
 #include "backend/cuda/part_sums.cuh"
@@ -82,27 +82,28 @@ __global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(QuantView view
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 
-// E4M3 under FP32 scales, segments of whole blocks: planes have no gaps, and a thread adds sixteen
-// neighbouring elements of one block at a time.
-constexpr int kWide = 16;
+// E4M3 under FP32 scales, segments of whole blocks: a thread adds kInFlight units (group_codec.cuh), of
+// which neighbouring threads have neighbouring ones. Parts are small, so that multiprocessors which are
+// served sooner do more of them; a tensor of more than kMostFlatParts has several rounds.
 constexpr int kInFlight = 4;
+constexpr int kResidentBlocks = 6;  // 40 registers: nothing spills
+constexpr std::int64_t kMostFlatParts = 8192;
 
-__global__ void __launch_bounds__(kThreads)
-    flat_sum_of_squares_kernel(const uint4* codes, const float* scales, int block_shift,
-                               std::int64_t vectors, double* parts) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    flat_sum_of_squares_kernel(const uint4* codes, const float* scales, int units_per_block_shift,
+                               std::uint32_t units, double* parts) {
   await_predecessors();
   double total = 0;
-  constexpr std::int64_t kStep = std::int64_t{kParts} * kThreads;
-  const std::int64_t begin = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (std::int64_t first = begin; first < vectors; first += kInFlight * kStep) {
+  const std::uint32_t step = gridDim.x * kThreads;
+  for (std::uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < units;
+       first += kInFlight * step) {
     uint4 loaded[kInFlight];
     float scale[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      const std::int64_t vector = first + k * kStep;
-      const bool present = vector < vectors;
-      loaded[k] = present ? codes[vector] : make_uint4(0, 0, 0, 0);
-      scale[k] = present ? scales[vector * kWide >> block_shift] : 0.0f;
+      const std::uint32_t unit = first + k * step;
+      loaded[k] = make_uint4(0, 0, 0, 0), scale[k] = 0.0f;
+      if (unit < units) loaded[k] = codes[unit], scale[k] = scales[unit >> units_per_block_shift];
     }
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
@@ -116,18 +117,21 @@ __global__ void __launch_bounds__(kThreads)
         of_high = fmaf(high[i], high[i], of_high);
       }
       const double wide_scale = scale[k];
-      const double squares = static_cast<double>(of_low) + static_cast<double>(of_high);
-      total = fma(wide_scale * wide_scale, squares, total);
+      total = fma(wide_scale * wide_scale, static_cast<double>(of_low + of_high), total);
     }
   }
   total = block_sum<kThreads>(total);
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
 }
 
-bool is_flat(const QuantView& view) {
-  return view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 &&
-         view.segment_length % view.block == 0 &&
-         reinterpret_cast<std::uintptr_t>(view.codes) % sizeof(uint4) == 0;
+/// Parts of a tensor of `units`.
+std::int64_t flat_parts(std::int64_t units) {
+  constexpr std::int64_t kOfPart = kThreads * kInFlight;
+  return std::clamp<std::int64_t>((units + kOfPart - 1) / kOfPart, 1, kMostFlatParts);
+}
+
+bool is_flat(const QuantView& view, std::int64_t units) {
+  return has_flat_units(view) && units < (std::int64_t{1} << 32) - kMostFlatParts * kThreads * kInFlight;
 }
 
 }  // namespace
@@ -149,7 +153,7 @@ void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& tot
     case ElementType::kFp16: run.template operator()<Fp16>(); break;
     default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
   }
-  add_parts(stream, parts, total);
+  add_parts(stream, parts, kParts, total);
   expect_launched("sum");
 }
 
@@ -157,19 +161,21 @@ void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, c
   check_total("sum_of_squares", total);
   check(x.format.code != Code::kFp64, "sum_of_squares: fp64 tensors exist on the CPU only");
   const Arena::Scope scope(context.workspace);
-  const Tensor parts = take_parts(context);
+  const std::int64_t units = x.grid.count() / kUnit;  // in the formats that have them
+  const Tensor parts = take_parts(context, std::max<std::int64_t>(kParts, flat_parts(units)));
   if (context.workspace.is_measuring()) return;
   const cudaStream_t stream = stream_of(context.stream);
   const QuantView view = view_of(x);
   const auto run = [&]<Code code>() {
     Launch{kParts, kThreads, 0, stream}(sum_of_squares_kernel<code>, view, parts.as<double>());
   };
-  if (is_flat(view)) {
-    Launch{kParts, kThreads, 0, stream}(flat_sum_of_squares_kernel,
-                                        reinterpret_cast<const uint4*>(view.codes),
-                                        reinterpret_cast<const float*>(view.scales), view.block_shift,
-                                        x.grid.count() / kWide, parts.as<double>());
-    add_parts(stream, parts, total);
+  if (is_flat(view, units)) {
+    const std::int64_t count = flat_parts(units);
+    Launch{static_cast<unsigned>(count), kThreads, 0, stream}(
+        flat_sum_of_squares_kernel, reinterpret_cast<const uint4*>(view.codes),
+        reinterpret_cast<const float*>(view.scales), view.block_shift - 4,  // log2(kUnit)
+        static_cast<std::uint32_t>(units), parts.as<double>());
+    add_parts(stream, parts, count, total);
     return expect_launched("sum_of_squares");
   }
   switch (view.path) {
@@ -178,7 +184,7 @@ void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, c
     case Code::kFp32: run.template operator()<Code::kFp32>(); break;
     default: run.template operator()<kSharedPath>();
   }
-  add_parts(stream, parts, total);
+  add_parts(stream, parts, kParts, total);
   expect_launched("sum_of_squares");
 }
 
