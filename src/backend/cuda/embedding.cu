@@ -2,18 +2,24 @@
 //
 //   dtable[t] += sum of dout[n] over the positions n with tokens[n] = t
 //
-// Backward sorts the positions by token, stably, by least significant digits of nine bits; then the
-// positions of a token are neighbours and in order. A pass over N positions in tiles of kTile:
-//   count     a warp counts the digits of its tile
-//   scan      one block turns counts [512, tiles] into where each tile's first of each digit goes
-//   place     a warp goes through its tile in order, 32 positions at a time; positions of one digit
-//             take their places in lane order
-// Then one block of threads owns one group (up to 1,024 columns) of one token's row. Each of its four
-// warps adds one chunk of 256 columns over the token's positions, in order; the first warp takes the
-// sums together through shared memory and requantises the group once. Where blocks do not reach across
-// chunks a warp owns a chunk, and needs no other. Rows of tokens that are absent are not touched.
+// Backward sorts the positions by token in one kernel. Block b places tokens [1024 b, 1024 (b + 1)): a
+// warp walks through a run of all positions and counts those of its block's tokens; of the counts, by
+// token and warp, and the number of smaller tokens the block makes where the first of each goes; the
+// second walk goes by these. Blocks exchange nothing; in exchange each reads all tokens.
 //
-// Workspace: 4 N int32 and 512 tiles int32.
+// Rows in E4M3 under FP32 scales, segments of whole blocks: a warp owns a part of 512 columns of two
+// positions and has both, and what the table holds for their tokens, on its way before the positions are
+// sorted. Of its token's first position it adds the other positions' parts, in order, and requantises
+// the sum once; others are done. Tokens of 32 positions and more, of which text has some with hundreds,
+// are left to the blocks of their first eight positions, a part to each: warps copy rows ahead, a thread
+// adds two columns.
+//
+// Other formats: a block of threads owns one group (up to 1,024 columns) of one token's row. Each of its
+// four warps adds one chunk of 256 columns over the token's positions, in order; the first warp takes
+// the sums together through shared memory and requantises the group once. Rows of tokens that are absent
+// are not touched.
+//
+// Workspace: 5 N int32.
 // Invariant: sums and bytes are the CPU's. Atomics add integers only, whose order does not matter.
 //
 // A token outside the table cannot be reported from a kernel without waiting for it: forward fills its
@@ -27,11 +33,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kDigitBits = 9;  // two digits for vocabularies of up to 2^18
-constexpr int kDigits = 1 << kDigitBits;
-constexpr int kTile = 256;     // positions of one warp
-constexpr int kTileWarps = 2;  // per block
-constexpr int kScanThreads = 1024;
+constexpr int kSortWarps = 16, kSortThreads = kSortWarps * kWarp;
+constexpr int kDigits = 1024;  // tokens of a block of sort_kernel
+constexpr int kDigitsPerThread = kDigits / kSortThreads;
+constexpr int kTokensInFlight = 16;
 constexpr int kRowThreads = kWarp * kChunks;
 constexpr int kRowsInFlight = 4;  // loads of a long sum do not wait for one another
 
@@ -71,142 +76,137 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- backward: sorting positions by token ---
 
-__device__ __forceinline__ std::uint32_t digit_of(std::int32_t token, int shift) {
-  return static_cast<std::uint32_t>(token) >> shift & (kDigits - 1);
-}
-/// Ids outside the table become one id behind its last, so that they are sorted there.
-__device__ __forceinline__ std::int32_t bounded(std::int32_t token, std::int32_t vocabulary) {
-  return token < 0 || token > vocabulary ? vocabulary : token;
-}
+/// Of position n: its token's positions are positions[first, first + count), this one is number `rank`
+/// of them. Of an id outside the table count is 0.
+struct alignas(16) Occurrence {
+  int first, count, rank;
+};
 
-/// counts[digit][tile].  One block per kTileWarps tiles.
-__global__ void __launch_bounds__(kTileWarps* kWarp)
-    count_kernel(const std::int32_t* tokens, std::int32_t vocabulary, int positions, int shift,
-                 std::uint32_t* counts, int tiles) {
-  await_predecessors();
-  __shared__ std::uint32_t of_warps[kTileWarps][kDigits];
-  std::uint32_t* const counted = of_warps[threadIdx.x / kWarp];
-  for (int digit = lane_index(); digit < kDigits; digit += kWarp) counted[digit] = 0;
-  __syncwarp();
-  const int tile = static_cast<int>(blockIdx.x) * kTileWarps + static_cast<int>(threadIdx.x / kWarp);
-  if (tile >= tiles) return;  // a whole warp; no barrier of the block follows
-  const int end = min(positions, (tile + 1) * kTile);
-  for (int n = tile * kTile + lane_index(); n < end; n += kWarp) {
-    atomicAdd(&counted[digit_of(bounded(tokens[n], vocabulary), shift)], 1u);
-  }
-  __syncwarp();
-  for (int digit = lane_index(); digit < kDigits; digit += kWarp) {
-    counts[static_cast<std::int64_t>(digit) * tiles + tile] = counted[digit];
-  }
-}
+struct SortShared {
+  // counts[digit / kDigitsPerThread]: of a thread's digits those of each warp. Each thread reads a run
+  // of its own, of an odd number of words.
+  std::uint32_t counts[kSortThreads][kDigitsPerThread * kSortWarps + 1];
+  std::uint32_t firsts[kDigits + 1];
+  std::uint32_t of_warps[2][kSortWarps];
 
-/// counts[i] = sum of counts[0, i).  One block; a warp owns a run of neighbouring counts, and takes four
-/// per lane at a time. `count` is a multiple of four.
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(std::uint32_t* counts, int count) {
-  await_predecessors();
-  constexpr int kScanWarps = kScanThreads / kWarp, kStep = 4 * kWarp;
-  __shared__ std::uint32_t of_warps[kScanWarps];
-  const int warp = static_cast<int>(threadIdx.x / kWarp);
-  const int run = (count + kScanWarps * kStep - 1) / (kScanWarps * kStep) * kStep;
-  const int begin = min(count, warp * run), end = min(count, begin + run);
-  std::uint32_t own = 0;
-#pragma unroll 8
-  for (int i = begin + 4 * lane_index(); i < end; i += kStep) {
-    const uint4 here = *reinterpret_cast<const uint4*>(counts + i);
-    own += here.x + here.y + here.z + here.w;
+  __device__ __forceinline__ std::uint32_t& count(std::uint32_t digit, int warp) {
+    return counts[digit / kDigitsPerThread][digit % kDigitsPerThread * kSortWarps + warp];
   }
-  own = __reduce_add_sync(kWholeWarp, own);
-  if (lane_index() == 0) of_warps[warp] = own;
+};
+
+/// positions: by token and, of one token, ascending.  Block b places tokens [b, b + 1) * kDigits, the
+/// last block also ids outside the table, as token `vocabulary`.
+__global__ void __launch_bounds__(kSortThreads)
+    sort_kernel(const std::int32_t* tokens, std::uint32_t vocabulary, int total, std::int32_t* positions,
+                Occurrence* occurrences) {
+  await_predecessors_before_successors();
+  extern __shared__ __align__(16) std::byte shared_bytes[];
+  SortShared& shared = *reinterpret_cast<SortShared*>(shared_bytes);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
+  static_assert(sizeof(shared.counts) % sizeof(uint4) == 0);
+  for (std::size_t i = threadIdx.x; i < sizeof(shared.counts) / sizeof(uint4); i += kSortThreads)
+    reinterpret_cast<uint4*>(&shared.counts)[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
-  std::uint32_t before = 0;
-  for (int other = 0; other < warp; ++other) before += of_warps[other];
-#pragma unroll 2
-  for (int first = begin; first < end; first += kStep) {
-    const int i = first + 4 * lane_index();
-    uint4 here = i < end ? *reinterpret_cast<const uint4*>(counts + i) : make_uint4(0, 0, 0, 0);
-    const std::uint32_t sum = here.x + here.y + here.z + here.w;
-    std::uint32_t up_to = sum;  // over the warp's lanes up to this one
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const std::uint32_t below = __shfl_up_sync(kWholeWarp, up_to, step);
-      if (lane_index() >= step) up_to += below;
-    }
-    const std::uint32_t x = before + up_to - sum, y = x + here.x, z = y + here.y, w = z + here.z;
-    if (i < end) *reinterpret_cast<uint4*>(counts + i) = make_uint4(x, y, z, w);
-    before += __shfl_sync(kWholeWarp, up_to, kWarp - 1);
-  }
-}
 
-/// Moves tokens and their positions to where the digit puts them. `from` null: positions 0, 1, 2, ...
-__global__ void __launch_bounds__(kTileWarps* kWarp)
-    place_kernel(const std::int32_t* tokens, std::int32_t vocabulary, const std::int32_t* from,
-                 int positions, int shift, const std::uint32_t* starts, int tiles,
-                 std::int32_t* sorted_tokens, std::int32_t* sorted_positions) {
-  await_predecessors();
-  __shared__ std::uint32_t of_warps[kTileWarps][kDigits];
-  std::uint32_t* const next = of_warps[threadIdx.x / kWarp];
-  const int tile = static_cast<int>(blockIdx.x) * kTileWarps + static_cast<int>(threadIdx.x / kWarp);
-  if (tile >= tiles) return;  // a whole warp; no barrier of the block follows
-  for (int digit = lane_index(); digit < kDigits; digit += kWarp) {
-    next[digit] = starts[static_cast<std::int64_t>(digit) * tiles + tile];
+  const std::uint32_t first_token = blockIdx.x * kDigits;
+  const int run = (total + kSortThreads - 1) / kSortThreads * kWarp;  // positions of a warp
+  const int begin = min(total, warp * run), end = min(total, begin + run);
+  const auto load_tokens = [&](int from, std::uint32_t(&token)[kTokensInFlight]) {
+#pragma unroll
+    for (int k = 0; k < kTokensInFlight; ++k) {
+      const int n = from + k * kWarp + lane_index();
+      token[k] = n < end ? min(static_cast<std::uint32_t>(tokens[n]), vocabulary) : ~0u;  // no token
+    }
+  };
+  std::uint32_t below = 0;
+  for (int from = begin; from < end; from += kTokensInFlight * kWarp) {
+    std::uint32_t token[kTokensInFlight];
+    load_tokens(from, token);
+#pragma unroll
+    for (int k = 0; k < kTokensInFlight; ++k) {
+      below += token[k] < first_token ? 1 : 0;
+      if (token[k] - first_token < kDigits) atomicAdd(&shared.count(token[k] - first_token, warp), 1u);
+    }
   }
-  __syncwarp();
-  const int end = min(positions, (tile + 1) * kTile);
-  for (int first = tile * kTile; first < end; first += kWarp) {
-    const int n = first + lane_index();
-    const bool present = n < end;
-    const std::int32_t token = present ? bounded(tokens[n], vocabulary) : 0;
-    // Lanes behind the end match one another and nothing else.
-    const std::uint32_t digit = present ? digit_of(token, shift) : kDigits;
-    const std::uint32_t same = __match_any_sync(kWholeWarp, digit);
-    const std::uint32_t before = __popc(same & ((1u << lane_index()) - 1));
-    const std::uint32_t place = present ? next[digit] + before : 0;
-    __syncwarp();
-    if (present && before == 0) next[digit] += __popc(same);
-    __syncwarp();
-    if (present) {
-      sorted_tokens[place] = token;
-      sorted_positions[place] = from == nullptr ? n : from[n];
+  below = __reduce_add_sync(kWholeWarp, below);
+  if (lane_index() == 0) shared.of_warps[0][warp] = below;
+  __syncthreads();
+
+  // Counts become where the first of each goes.
+  constexpr int kOwn = kDigitsPerThread * kSortWarps;
+  std::uint32_t counted[kOwn], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) sum += counted[i] = shared.counts[thread][i];
+  std::uint32_t up_to = sum;  // over the warp's lanes up to this one
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const std::uint32_t lower = __shfl_up_sync(kWholeWarp, up_to, step);
+    if (lane_index() >= step) up_to += lower;
+  }
+  if (lane_index() == kWarp - 1) shared.of_warps[1][warp] = up_to;
+  __syncthreads();
+  std::uint32_t next = up_to - sum;
+  for (int other = 0; other < kSortWarps; ++other) {
+    next += shared.of_warps[0][other] + (other < warp ? shared.of_warps[1][other] : 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    if (i % kSortWarps == 0) shared.firsts[thread * kDigitsPerThread + i / kSortWarps] = next;
+    shared.counts[thread][i] = next;
+    next += counted[i];
+  }
+  if (thread == kSortThreads - 1) shared.firsts[kDigits] = next;
+  __syncthreads();
+
+  for (int from = begin; from < end; from += kTokensInFlight * kWarp) {
+    std::uint32_t token[kTokensInFlight];
+    load_tokens(from, token);
+#pragma unroll
+    for (int k = 0; k < kTokensInFlight; ++k) {
+      const std::uint32_t digit = min(token[k] - first_token, static_cast<std::uint32_t>(kDigits));
+      const bool owned = digit < kDigits;
+      if (__ballot_sync(kWholeWarp, owned) == 0) continue;
+      const std::uint32_t same = __match_any_sync(kWholeWarp, digit);
+      const std::uint32_t before = __popc(same & ((1u << lane_index()) - 1));
+      std::uint32_t& place = shared.count(owned ? digit : 0, warp);
+      const std::uint32_t taken = place;
+      __syncwarp();
+      if (owned && before == 0) place = taken + __popc(same);
+      __syncwarp();
+      if (owned) {
+        const int n = from + k * kWarp + lane_index();
+        const auto first = static_cast<int>(shared.firsts[digit]),
+                   count = static_cast<int>(shared.firsts[digit + 1]) - first,
+                   at = static_cast<int>(taken + before);
+        positions[at] = n;
+        *reinterpret_cast<int4*>(occurrences + n) =
+            make_int4(first, token[k] < vocabulary ? count : 0, at - first, 0);
+      }
     }
   }
 }
 
 // --- backward: rows ---
 
-/// Where the tokens equal to tokens[first] end. Most are single: doubling steps first.
-__device__ __forceinline__ int end_of_run(const std::int32_t* tokens, int first, int count) {
-  const std::int32_t token = tokens[first];
-  int last = first, step = 1;
-  while (last + step < count && tokens[last + step] == token) {
-    last += step;
-    step *= 2;
-  }
-  for (step /= 2; step > 0; step /= 2) {
-    if (last + step < count && tokens[last + step] == token) last += step;
-  }
-  return last + 1;
-}
-
 template <Code code, typename Storage>
 __global__ void __launch_bounds__(kRowThreads)
-    backward_kernel(const std::int32_t* tokens, const std::int32_t* positions, int count,
-                    const Storage* dout, bool aligned, QuantView view, std::int32_t vocabulary,
+    backward_kernel(const std::int32_t* tokens, const std::int32_t* positions,
+                    const Occurrence* occurrences, const Storage* dout, bool aligned, QuantView view,
                     RandomWords key, std::int64_t* counters) {
   await_predecessors();
   __shared__ float sums[kSuperBlock];
   const std::uint32_t groups = view.groups_per_row();
-  const int first = static_cast<int>(blockIdx.x / groups);
-  const std::int32_t token = tokens[first];
-  if (first > 0 && tokens[first - 1] == token) return;  // not the token's first position
-  if (token >= vocabulary) return;
-  const Group group = group_of(view, token, blockIdx.x % groups);
+  const std::uint32_t n = blockIdx.x / groups;
+  const Occurrence of = occurrences[n];
+  if (of.count == 0 || of.rank > 0) return;  // not a token's first position
+  const Group group = group_of(view, tokens[n], blockIdx.x % groups);
 
   const int chunk = static_cast<int>(threadIdx.x / kWarp);
   const int begin = vector_begin(chunk), length = vector_count(group, chunk);
   float sum[kVector] = {};
   const Storage* const column = dout + group.column + begin;
-  const int end = end_of_run(tokens, first, count);
-  for (int k = first; k < end; k += kRowsInFlight) {
+  const int end = of.first + of.count;
+  for (int k = of.first; k < end; k += kRowsInFlight) {
     float x[kRowsInFlight][kVector];
 #pragma unroll
     for (int row = 0; row < kRowsInFlight; ++row) {
@@ -243,64 +243,269 @@ __global__ void __launch_bounds__(kRowThreads)
   counts.add_to(counters);
 }
 
-/// The same for E4M3 with FP32 scales in segments of whole chunks of 256: blocks do not reach across
-/// chunks, so that a warp owns one chunk of a token's row.
-template <typename Storage>
-__global__ void __launch_bounds__(kThreads)
-    flat_backward_kernel(const std::int32_t* tokens, const std::int32_t* positions, int count,
-                         const Storage* dout, int chunks_per_row, std::uint8_t* codes, float* scales,
-                         int block_shift, std::int32_t vocabulary, std::int64_t* counters) {
-  await_predecessors();
-  const std::int64_t index = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-  const auto first = static_cast<int>(index / chunks_per_row);
-  if (first >= count) return;  // whole warps, from here on
-  const std::int32_t token = tokens[first];
-  const std::int32_t token_before = first > 0 ? tokens[first - 1] : -1;
-  const std::int32_t token_behind = first + 1 < count ? tokens[first + 1] : -1;
-  const std::int32_t position = positions[first];
-  if (token_before == token || token >= vocabulary) return;
-  const auto chunk = static_cast<int>(index - std::int64_t{first} * chunks_per_row);
-  const std::int64_t width = std::int64_t{chunks_per_row} * (kWarp * kVector);
-  const std::int64_t column = (chunk * kWarp + lane_index()) * kVector;
-  const std::int64_t element = token * width + column;
-  uint2* const own_codes = reinterpret_cast<uint2*>(codes + element);
-  float* const own_scale = scales + (element >> block_shift);
-  const uint2 old_codes = *own_codes;
-  float scale = *own_scale;
+// --- rows of units (group_codec.cuh) ---
 
-  const Storage* const from = dout + column;
-  float sum[kVector], x[kRowsInFlight][kVector];
-  load_vector(from + position * width, x[0]);
+constexpr int kPart = kWarp * kUnit;  // columns
+
+/// A unit as it lies in memory.
+template <typename Storage>
+struct RawUnit {
+  uint4 words[kUnit * sizeof(Storage) / sizeof(uint4)];
+};
+template <typename Storage>
+__device__ __forceinline__ RawUnit<Storage> load_raw(const Storage* from) {
+  return *reinterpret_cast<const RawUnit<Storage>*>(from);
+}
+/// sum += the unit.
+template <typename Storage>
+__device__ __forceinline__ void add_raw(const RawUnit<Storage>& raw, float (&sum)[kUnit]) {
+  const std::uint32_t* const words = &raw.words[0].x;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) sum[i] = 0.0f + x[0][i];
-  if (token_behind == token) {
-    const int end = end_of_run(tokens, first, count);
-    for (int k = first + 1; k < end; k += kRowsInFlight) {
-#pragma unroll
-      for (int row = 0; row < kRowsInFlight; ++row) {
-        if (k + row < end) load_vector(from + positions[k + row] * width, x[row]);
-      }
-#pragma unroll
-      for (int row = 0; row < kRowsInFlight; ++row) {
-        if (k + row >= end) break;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[i] += x[row][i];
-      }
+  for (int i = 0; i < kUnit; ++i) {
+    if constexpr (std::is_same_v<Storage, float>) {
+      sum[i] += __uint_as_float(words[i]);
+    } else {
+      sum[i] += __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xFFFF0000u);
     }
   }
-  LaneCounts counts;
-  const int lanes = (1 << block_shift) / kVector;
-  add_e4m3_vector(old_codes, scale, sum);
-  *own_codes = encode_e4m3_vector(sum, lanes, scale, counts);
-  if ((lane_index() & (lanes - 1)) == 0) *own_scale = scale;
-  counts.add_to(counters);
+}
+/// sum = 0 + the unit, which is the unit but for the sign of zeros.
+template <typename Storage>
+__device__ __forceinline__ void begin_sum(const RawUnit<Storage>& raw, float (&sum)[kUnit]) {
+  const std::uint32_t* const words = &raw.words[0].x;
+  if constexpr (std::is_same_v<Storage, float>) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) sum[i] = 0.0f + __uint_as_float(words[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kUnit / 2; ++i) {
+      std::uint32_t pair;
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(words[i]), "r"(0x3F803F80u), "r"(0u));
+      sum[2 * i] = __uint_as_float(pair << 16);
+      sum[2 * i + 1] = __uint_as_float(pair & 0xFFFF0000u);
+    }
+  }
 }
 
-/// Digits of ids 0..last.
-int digits_of(std::int32_t last) {
-  int digits = 1;
-  while (digits < 4 && last >> (kDigitBits * digits) > 0) ++digits;
-  return digits;
+constexpr int kItems = 2;           // positions of a warp
+constexpr int kResidentBlocks = 5;  // per multiprocessor
+constexpr int kRing = 5;            // rows that a warp has under way in a long run
+constexpr int kLongRun = 32;        // occurrences of a token that are added by whole blocks
+constexpr int kSpread = kWarps;     // those blocks: of the first occurrences, one per part
+static_assert(kLongRun >= kSpread && kLongRun <= kWarp + 1);
+
+/// What a warp has under way from memory for one position.
+template <typename Storage>
+struct Item {
+  RawUnit<Storage> dout[kWarp];
+  uint4 codes[kWarp];
+  float scales[kWarp];
+};
+
+/// A warp's shared memory.
+template <typename Storage>
+union WarpMemory {
+  Item<Storage> items[kItems];
+  RawUnit<Storage> ring[kRing][kWarp];
+};
+
+template <int groups>
+__device__ __forceinline__ void wait_for_all_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+__device__ __forceinline__ void end_group_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ std::uint32_t shared_address(const void* place) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(place));
+}
+template <typename Storage>
+__device__ __forceinline__ void copy_unit(const Storage* from, RawUnit<Storage>* to) {
+  const std::uint32_t address = shared_address(to);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(RawUnit<Storage>)); i += 16)
+    copy_async<16>(reinterpret_cast<const std::byte*>(from) + i, address + i);
+}
+
+/// Where a lane's units are in the rows of dout and of the table.
+template <typename Storage>
+struct Columns {
+  const Storage* dout;
+  std::uint8_t* codes;
+  float* scales;
+  std::uint32_t width, scales_per_row;
+  int lanes;     // of a block
+  bool present;  // not behind the row's end
+  bool leads;    // the block's first lane
+
+  __device__ __forceinline__ Columns(const Storage* all, std::uint8_t* all_codes, float* all_scales,
+                                     std::uint32_t row_length, int block_shift, int part) {
+    const std::uint32_t column = static_cast<std::uint32_t>(part * kPart + lane_index() * kUnit);
+    dout = all + column;
+    codes = all_codes + column;
+    scales = all_scales + (column >> block_shift);
+    width = row_length;
+    scales_per_row = row_length >> block_shift;
+    lanes = (1 << block_shift) / kUnit;
+    present = column < row_length;
+    leads = (lane_index() & (lanes - 1)) == 0;
+  }
+  __device__ __forceinline__ const Storage* row(std::uint32_t position) const {
+    return dout + std::uint64_t{position} * width;
+  }
+  __device__ __forceinline__ uint4* codes_of(std::uint32_t token) const {
+    return reinterpret_cast<uint4*>(codes + std::uint64_t{token} * width);
+  }
+  __device__ __forceinline__ float* scale_of(std::uint32_t token) const {
+    return scales + std::uint64_t{token} * scales_per_row;
+  }
+  /// The token's row += sum; `old` and `scale` are what it holds, zeros in lanes that are not present.
+  __device__ __forceinline__ void accumulate(std::uint32_t token, const uint4& old, float scale,
+                                             float (&sum)[kUnit], LaneCounts& counts) const {
+    decode_e4m3_unit<true>(old, scale, sum);
+    const uint4 encoded = encode_e4m3_unit(sum, lanes, scale, counts);
+    if (!present) return;
+    *codes_of(token) = encoded;
+    if (leads) *scale_of(token) = scale;
+  }
+};
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    flat_backward_kernel(const std::int32_t* tokens, int total, const std::int32_t* positions,
+                         const Occurrence* occurrences, const Storage* dout, int part_shift,
+                         std::uint32_t width, std::uint8_t* codes, float* scales, int block_shift,
+                         std::uint32_t vocabulary, std::int64_t* counters) {
+  extern __shared__ __align__(16) std::byte shared_bytes[];
+  __shared__ int long_runs[kWarps][kItems];  // positions, of the first part's warps
+  auto* const memory = reinterpret_cast<WarpMemory<Storage>*>(shared_bytes);  // of the warps
+  const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_index();
+  Item<Storage>* const items = memory[warp].items;
+  const int range = static_cast<int>(blockIdx.x) * (kWarps >> part_shift) + (warp >> part_shift);
+  const int first_part = static_cast<int>(blockIdx.y) * kWarps;
+  const Columns<Storage> columns(dout, codes, scales, width, block_shift,
+                                 first_part + (warp & ((1 << part_shift) - 1)));
+  const int begin = range * kItems, count = min(kItems, total - begin);
+  LaneCounts counts;
+
+  // Before the positions are sorted: the predecessor has awaited its own.
+  std::uint32_t token = ~0u;
+  if (lane < count) token = static_cast<std::uint32_t>(tokens[begin + lane]);
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const std::uint32_t of_item = __shfl_sync(kWholeWarp, token, k);
+    Item<Storage>& item = items[k];
+    if (columns.present && of_item < vocabulary) {
+      copy_unit(columns.row(static_cast<std::uint32_t>(begin + k)), item.dout + lane);
+      copy_async<16>(columns.codes_of(of_item), shared_address(item.codes + lane));
+      if (columns.leads) copy_async<4>(columns.scale_of(of_item), shared_address(item.scales + lane));
+    } else {
+      item.dout[lane] = {};
+      item.codes[lane] = make_uint4(0, 0, 0, 0);
+      item.scales[lane] = 0.0f;
+    }
+  }
+  await_predecessors();
+  Occurrence of{};
+  if (lane < count) {
+    const int4 words = *reinterpret_cast<const int4*>(occurrences + begin + lane);
+    of = {words.x, words.y, words.z};
+  }
+  const bool is_long = of.count >= kLongRun && of.rank < kSpread;
+  if ((warp & ((1 << part_shift) - 1)) == 0 && lane < kItems)
+    long_runs[warp][lane] = is_long ? begin + lane : -1;
+  // Those that this warp is to add.
+  std::uint32_t own = __ballot_sync(kWholeWarp, of.count > 0 && of.count < kLongRun && of.rank == 0);
+  wait_for_copies();
+  __syncwarp();
+  for (; own != 0; own &= own - 1) {
+    const int k = __ffs(static_cast<int>(own)) - 1;
+    const Item<Storage>& item = items[k];
+    float sum[kUnit];
+    begin_sum(item.dout[lane], sum);
+    const int more = __shfl_sync(kWholeWarp, of.count, k) - 1;
+    if (more > 0) {
+      const int first = __shfl_sync(kWholeWarp, of.first, k) + 1;
+      const int position = lane < more ? positions[first + lane] : 0;
+      constexpr int kRows = 64 / static_cast<int>(sizeof(RawUnit<Storage>));
+      for (int row = 0; row < more; row += kRows) {
+        RawUnit<Storage> raw[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int at = __shfl_sync(kWholeWarp, position, row + i);
+          raw[i] = row + i < more && columns.present ? load_raw(columns.row(at)) : RawUnit<Storage>{};
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) add_raw(raw[i], sum);  // of zeros, behind the end, no change
+      }
+    }
+    columns.accumulate(__shfl_sync(kWholeWarp, token, k), item.codes[lane],
+                       item.scales[lane & ~(columns.lanes - 1)], sum, counts);
+  }
+
+  // Long runs, by the whole block, a part each: a warp copies rows, a thread adds a pair of columns.
+  const bool some_are_long = __syncthreads_or(is_long) != 0;
+  for (int entry = 0; some_are_long && entry < kWarps * kItems; ++entry) {
+    const int owner = entry / kItems;
+    if ((owner & ((1 << part_shift) - 1)) != 0) continue;
+    const int n = long_runs[owner][entry % kItems];
+    if (n < 0) continue;  // the whole block
+    const int4 words = *reinterpret_cast<const int4*>(occurrences + n);
+    const Occurrence here{words.x, words.y, words.z};
+    const int number = first_part + here.rank;
+    if (static_cast<std::uint32_t>(number * kPart) >= width) continue;
+    const Columns<Storage> part(dout, codes, scales, width, block_shift, number);
+    const auto run_token = static_cast<std::uint32_t>(tokens[n]);
+    uint4 old{};
+    float scale = 0.0f;
+    if (warp == 0 && part.present) old = *part.codes_of(run_token), scale = *part.scale_of(run_token);
+    const int pair = static_cast<int>(threadIdx.x) * 2;
+    float low = 0.0f, high = 0.0f;
+    const int rounds = (here.count + kWarps - 1) / kWarps;
+    int position = 0;  // of row (round / kWarp * kWarp + lane) * kWarps + warp
+    const auto start = [&](int round) {
+      if (round % kWarp == 0) {
+        const int row = (round + lane) * kWarps + warp;
+        position = row < here.count ? positions[here.first + row] : 0;
+      }
+      const int at = __shfl_sync(kWholeWarp, position, round);
+      if (round * kWarps + warp < here.count && part.present)
+        copy_unit(part.row(static_cast<std::uint32_t>(at)), memory[warp].ring[round % kRing] + lane);
+      end_group_of_copies();
+    };
+#pragma unroll 1
+    for (int round = 0; round < kRing - 1; ++round) start(round);
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      wait_for_all_copies_but<kRing - 2>();
+      __syncthreads();
+      start(round + kRing - 1);
+#pragma unroll
+      for (int row = 0; row < kWarps; ++row) {
+        if (round * kWarps + row >= here.count) break;
+        const auto* const from =
+            reinterpret_cast<const Storage*>(memory[row].ring[round % kRing]) + pair;
+        low += load(from[0]);
+        high += load(from[1]);
+      }
+    }
+    wait_for_copies();
+    __syncthreads();
+    const auto total_of = [&](int i) -> float& {  // four warps' memory has room for a quarter each
+      return reinterpret_cast<float*>(memory[i / (kPart / 4)].ring)[i % (kPart / 4)];
+    };
+    total_of(pair) = low;
+    total_of(pair + 1) = high;
+    __syncthreads();
+    if (warp == 0) {
+      float sum[kUnit];
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) sum[i] = part.present ? total_of(lane * kUnit + i) : 0.0f;
+      part.accumulate(run_token, old, scale, sum, counts);
+    }
+    __syncthreads();
+  }
+  counts.add_to(counters);
 }
 
 }  // namespace
@@ -343,58 +548,55 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
   expect_counters("embedding_backward", counters);
   check(dtable.format.code != Code::kFp64, "embedding_backward: fp64 tensors exist on the CPU only");
   const std::int64_t positions = tokens.count();
-  check(positions < (std::int64_t{1} << 31) - kTile,
+  check(positions < (std::int64_t{1} << 31) - 4 * kSortThreads,
         "embedding_backward: {} tokens are more than an int32 counts: choose a smaller micro-batch",
         positions);
   check(dtable.rows() < std::int64_t{1} << 31,
         "embedding_backward: {} rows are more than an int32 counts", dtable.rows());
   const auto vocabulary = static_cast<std::int32_t>(dtable.rows());
-  const std::int64_t tiles = (positions + kTile - 1) / kTile;
   const Arena::Scope scope(context.workspace);
-  const Tensor sorted = context.workspace.take(ElementType::kInt32, Shape{4, positions});
-  const Tensor counts = context.workspace.take(ElementType::kInt32, Shape{kDigits, tiles});
+  const Tensor sorted = context.workspace.take(ElementType::kInt32, Shape{positions});
+  const Tensor sorted_into = context.workspace.take(ElementType::kInt32, Shape{positions, 4});
   if (context.workspace.is_measuring() || dout.count() == 0) return;
 
   const cudaStream_t stream = stream_of(context.stream);
-  const int count = static_cast<int>(positions), tile_count = static_cast<int>(tiles);
-  const auto tile_blocks = static_cast<unsigned>((tiles + kTileWarps - 1) / kTileWarps);
-  auto* const starts = reinterpret_cast<std::uint32_t*>(counts.as<std::int32_t>());
-  std::int32_t* const buffers = sorted.as<std::int32_t>();
-  const std::int32_t* from_tokens = tokens.as<std::int32_t>();
-  const std::int32_t* from_positions = nullptr;
-  for (int digit = 0; digit < digits_of(vocabulary); ++digit) {
-    std::int32_t* const to_tokens = buffers + digit % 2 * 2 * positions;
-    std::int32_t* const to_positions = to_tokens + positions;
-    const int shift = kDigitBits * digit;
-    Launch{tile_blocks, kTileWarps * kWarp, 0, stream}(count_kernel, from_tokens, vocabulary, count,
-                                                       shift, starts, tile_count);
-    Launch{1, kScanThreads, 0, stream}(scan_kernel, starts, kDigits * tile_count);
-    Launch{tile_blocks, kTileWarps * kWarp, 0, stream}(place_kernel, from_tokens, vocabulary,
-                                                       from_positions, count, shift, starts, tile_count,
-                                                       to_tokens, to_positions);
-    from_tokens = to_tokens;
-    from_positions = to_positions;
-  }
+  const int count = static_cast<int>(positions);
+  const auto* const ids = tokens.as<std::int32_t>();
+  auto* const order = sorted.as<std::int32_t>();
+  auto* const occurrences = reinterpret_cast<Occurrence*>(sorted_into.data);
+  expect_success(cudaFuncSetAttribute(sort_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(sizeof(SortShared))),
+                 "embedding_backward");
+  Launch{static_cast<unsigned>(vocabulary) / kDigits + 1, kSortThreads, sizeof(SortShared), stream}(
+      sort_kernel, ids, static_cast<std::uint32_t>(vocabulary), count, order, occurrences);
 
   const QuantView view = view_of(dtable);
   const std::int64_t blocks = positions * view.groups_per_row();
   check(blocks < std::int64_t{1} << 31, "embedding_backward: {} tokens of width {} are too many",
         positions, dtable.width());
   for_storage("embedding_backward", dout.type, [&]<typename Storage>() {
-    constexpr int kChunk = kWarp * kVector;
-    if (view.path == Code::kE4m3 && view.scale == ScaleType::kFp32 && view.aligned &&
-        view.segment_length % kChunk == 0 && vector_aligned<Storage>(dout.data, view.segment_length)) {
-      const auto chunks = static_cast<int>(view.row_length / kChunk);
-      Launch{static_cast<unsigned>((positions * chunks + kWarps - 1) / kWarps), kThreads, 0, stream}(
-          flat_backward_kernel<Storage>, from_tokens, from_positions, count, dout.as<Storage>(), chunks,
-          reinterpret_cast<std::uint8_t*>(view.codes), reinterpret_cast<float*>(view.scales),
-          view.block_shift, vocabulary, counters ? counters.as<std::int64_t>() : nullptr);
+    if (has_flat_units(view) && vector_aligned<Storage>(dout.data, view.row_length)) {
+      const auto parts = static_cast<int>((view.row_length + kPart - 1) / kPart);
+      int part_shift = 0;
+      while (1 << part_shift < std::min(parts, kWarps)) ++part_shift;
+      const int range = kItems * (kWarps >> part_shift);
+      constexpr int kBytes = static_cast<int>(sizeof(WarpMemory<Storage>)) * kWarps;
+      expect_success(cudaFuncSetAttribute(flat_backward_kernel<Storage>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                     "embedding_backward");
+      const dim3 blocks(static_cast<unsigned>((positions + range - 1) / range),
+                        static_cast<unsigned>((parts + kWarps - 1) / kWarps));
+      Launch{blocks, kThreads, kBytes, stream}(
+          flat_backward_kernel<Storage>, ids, count, order, occurrences, dout.as<Storage>(), part_shift,
+          static_cast<std::uint32_t>(view.row_length), reinterpret_cast<std::uint8_t*>(view.codes),
+          reinterpret_cast<float*>(view.scales), view.block_shift,
+          static_cast<std::uint32_t>(vocabulary), counters ? counters.as<std::int64_t>() : nullptr);
       return;
     }
     const auto run = [&]<Code code>() {
       Launch{static_cast<unsigned>(blocks), kRowThreads, 0, stream}(
-          backward_kernel<code, Storage>, from_tokens, from_positions, count, dout.as<Storage>(),
-          vector_aligned<Storage>(dout.data, view.segment_length), view, vocabulary, mixed_key(key),
+          backward_kernel<code, Storage>, ids, order, occurrences, dout.as<Storage>(),
+          vector_aligned<Storage>(dout.data, view.segment_length), view, mixed_key(key),
           counters ? counters.as<std::int64_t>() : nullptr);
     };
     if (view.path == Code::kE4m3) {

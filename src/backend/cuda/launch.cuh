@@ -13,12 +13,22 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 
 /// The first statement of every kernel that Launch queues: what was queued before it on its stream is
-/// done behind it, and nothing may be read or written before. The kernel queued next may then come onto
+/// done behind it, and nothing may be read or written before (but see
+/// await_predecessors_before_successors). The kernel queued next may then come onto
 /// the multiprocessors as this one's last blocks leave them.
 __device__ __forceinline__ void await_predecessors() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// The same for a kernel whose successor reads, before it awaits this one, what was written before both:
+/// the successor's blocks start when all of this kernel's are past this statement.
+__device__ __forceinline__ void await_predecessors_before_successors() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
