@@ -162,11 +162,13 @@ StepReport Trainer::finish_step() {
   OfRank own{0, valid_tokens_, reducer_.exposed_seconds()};
   for (const double sum : sums) own.loss += sum;
   double total = 0;
+  report.shortest_exposed_seconds = own.exposed_seconds;
   for (const OfRank& of : ranks_.gather_values(own)) {
     total += of.loss;
     report.valid_tokens += of.valid_tokens;
     report.exposed_communication_seconds =
         std::max(report.exposed_communication_seconds, of.exposed_seconds);
+    report.shortest_exposed_seconds = std::min(report.shortest_exposed_seconds, of.exposed_seconds);
   }
   check_input(report.valid_tokens > 0,
               "step {} has no token with a loss weight: the data hold no targets", report.step);

@@ -37,6 +37,9 @@ struct StepReport {
   std::int64_t valid_tokens = 0;
   std::vector<NamedCounts> numerics;         // tensors that counted anything, over all ranks
   double exposed_communication_seconds = 0;  // the longest of a rank (GradientReducer)
+  /// The shortest of a rank: that of the one which comes to it last and waits for no other. What the
+  /// longest has on top is that ranks are not equally fast.
+  double shortest_exposed_seconds = 0;
 };
 
 class Trainer {
