@@ -64,9 +64,11 @@ Launch launch_from_environment() {
     launch.local_rank = number(of.local_rank);
     if (variable(of.local_size)) launch.local_size = number(of.local_size);
     launch.job = variable(of.job).value_or("");
-    check_input(launch.size >= 1 && launch.rank < launch.size,
-                "{} is {} and {} is {}: a rank is below the number of ranks", of.rank, launch.rank,
-                of.size, launch.size);
+    check_input(
+        launch.size >= 1 && launch.rank < launch.size,
+        "{} is {} and {} is {}: a rank is below the number of ranks; start the ranks with mpirun, "
+        "srun or torchrun, or unset both",
+        of.rank, launch.rank, of.size, launch.size);
     // srun --mpi=pmix: Open MPI finds its ranks there.
     if (of.launcher == Launcher::kEnvironment && variable("PMIX_RANK")) {
       launch.launcher = Launcher::kMpi;
@@ -77,9 +79,24 @@ Launch launch_from_environment() {
   return {};
 }
 
+namespace {
+
+/// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
+/// them would train the same.
+std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
+  std::unique_ptr<Communicator> ranks = mpi_transport().world(timeout_seconds);
+  check_input(ranks->size() == launch.size,
+              "{} started {} ranks and {} finds {}: they do not work together; start the ranks with the "
+              "mpirun of this MPI, or with srun --mpi=pmix where both were built for it",
+              launch.name, launch.size, ranks->description(), ranks->size());
+  return ranks;
+}
+
+}  // namespace
+
 std::unique_ptr<Communicator> meet(const Launch& launch) {
   if (launch.launcher != Launcher::kMpi) return single_rank();
-  return mpi_transport().world(WorldOptions{}.timeout_seconds);
+  return mpi_world(launch, WorldOptions{}.timeout_seconds);
 }
 
 std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
@@ -91,7 +108,7 @@ std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
               "--mpi=pmix, or set run.device=cuda",
               launch.name, launch.size);
   if (launch.launcher == Launcher::kMpi) {
-    std::unique_ptr<Communicator> ranks = mpi_transport().world(options.timeout_seconds);
+    std::unique_ptr<Communicator> ranks = mpi_world(launch, options.timeout_seconds);
     if (!on_gpus) return ranks;
     NcclTransport& nccl = nccl_transport();
     const NcclId id = ranks->gather_values(ranks->rank() == 0 ? nccl.new_id() : NcclId{}).front();

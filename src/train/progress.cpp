@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -16,7 +17,8 @@ Progress::Progress(std::string label, std::int64_t steps, std::int64_t log_every
       steps_(steps),
       log_every_(log_every),
       enabled_(enabled),
-      terminal_(isatty(STDOUT_FILENO) != 0) {}
+      // mpirun gives its ranks a terminal of their own, wherever their lines end up.
+      terminal_(isatty(STDOUT_FILENO) != 0 && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) {}
 
 Progress::~Progress() {
   if (line_open_) std::fputc('\n', stdout);
