@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -311,6 +312,31 @@ TEST_F(RankFailures, BadInputOfOneRankEndsAllAndNamesIt) {
   ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
   EXPECT_EQ(processes.lines().front().find("agoq: rank 2: "), 0u) << processes.error();
   EXPECT_FALSE(fs::exists(folder_.path("run") + "/config.toml"));
+}
+
+// Where MPI does not understand the launcher every process is alone with it, and would train by itself.
+TEST_F(RankFailures, AnMpiThatKnowsOfFewerRanksThanWereLaunchedIsToldSo) {
+  TemporaryFolder folder;
+  const std::string command =
+      fmt::format("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0 SLURM_LOCALID=0 PMIX_RANK=0 {} {} 2> {}",
+                  AGOQ_PROGRAM, arguments("run"), folder.path("error"));
+  const int status = std::system(command.c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 2);
+  const std::string error = read_file(folder.path("error"));
+  EXPECT_NE(error.find("agoq: srun started 2 ranks and Open MPI"), std::string::npos) << error;
+  EXPECT_NE(error.find("finds 1: "), std::string::npos) << error;
+  EXPECT_FALSE(fs::exists(folder_.path("run")));
+}
+
+// mpirun's ranks have a terminal, whatever their output goes to: no line is written over another there.
+TEST_F(RankFailures, ProgressIsWholeLines) {
+  std::string all = arguments("run", "--set train.steps=4 --set run.log_every=2");
+  all.erase(all.find("--json"), 6);
+  RankProcesses processes({{2, all}});
+  ASSERT_EQ(processes.wait(60), 0) << processes.error();
+  EXPECT_NE(processes.out().find("agoq step 4/4"), std::string::npos) << processes.out();
+  EXPECT_EQ(processes.out().find("\x1b["), std::string::npos) << processes.out();
+  EXPECT_EQ(processes.out().find("agoq step 3/4"), std::string::npos) << processes.out();
 }
 
 TEST_F(RankFailures, AnErrorOfAllRanksIsOneLine) {
