@@ -86,8 +86,9 @@ struct SortShared {
   // counts[digit / kDigitsPerThread]: of a thread's digits those of each warp. Each thread reads a run
   // of its own, of an odd number of words.
   std::uint32_t counts[kSortThreads][kDigitsPerThread * kSortWarps + 1];
+  // Read four at a time, which have to be these alone: racecheck sees those beside them too.
+  alignas(16) std::uint32_t of_warps[2][kSortWarps];
   std::uint32_t firsts[kDigits + 1];
-  std::uint32_t of_warps[2][kSortWarps];
 
   __device__ __forceinline__ std::uint32_t& count(std::uint32_t digit, int warp) {
     return counts[digit / kDigitsPerThread][digit % kDigitsPerThread * kSortWarps + warp];
