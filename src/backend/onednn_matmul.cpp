@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <cstdlib>
 #include <dnnl.hpp>
 #include <map>
 #include <memory>
@@ -12,8 +13,13 @@
 namespace agoq {
 namespace {
 
+// With AVX-512, oneDNN 2.6 takes kernels that allocate several KB at every call; those for AVX2 do not,
+// and give the same sums on every processor that has it. Where ONEDNN_MAX_CPU_ISA is set it decides.
 const dnnl::engine& engine() {
-  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+  static const dnnl::engine engine = [] {
+    if (std::getenv("ONEDNN_MAX_CPU_ISA") == nullptr) dnnl::set_max_cpu_isa(dnnl::cpu_isa::avx2);
+    return dnnl::engine(dnnl::engine::kind::cpu, 0);
+  }();
   return engine;
 }
 
