@@ -51,6 +51,17 @@ constexpr Variables kLaunchers[] = {
      "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"},
 };
 
+/// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
+/// them would train the same.
+std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
+  std::unique_ptr<Communicator> ranks = mpi_transport().world(timeout_seconds);
+  check_input(ranks->size() == launch.size,
+              "{} started {} ranks and {} finds {}: they do not work together; start the ranks with the "
+              "mpirun of this MPI, or with srun --mpi=pmix where both were built for it",
+              launch.name, launch.size, ranks->description(), ranks->size());
+  return ranks;
+}
+
 }  // namespace
 
 Launch launch_from_environment() {
@@ -78,21 +89,6 @@ Launch launch_from_environment() {
   }
   return {};
 }
-
-namespace {
-
-/// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
-/// them would train the same.
-std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
-  std::unique_ptr<Communicator> ranks = mpi_transport().world(timeout_seconds);
-  check_input(ranks->size() == launch.size,
-              "{} started {} ranks and {} finds {}: they do not work together; start the ranks with the "
-              "mpirun of this MPI, or with srun --mpi=pmix where both were built for it",
-              launch.name, launch.size, ranks->description(), ranks->size());
-  return ranks;
-}
-
-}  // namespace
 
 std::unique_ptr<Communicator> meet(const Launch& launch) {
   if (launch.launcher != Launcher::kMpi) return single_rank();

@@ -222,12 +222,15 @@ TEST(QuantizedReduction, RowsInItsPlaceGiveTheBitsOfTheWhole) {
           cpu_backend().gather_rows(sparse.context, sparse.tensors[t], numbers[t], rows[t]);
           reduction.set_rows(t, rows[t], numbers[t]);
         }
-        for (std::size_t b = 0; b < reference.buckets(); ++b) {
-          reference.all_reduce(whole.context, b, whole.counters);
-          reduction.all_reduce(sparse.context, b, sparse.counters);
-        }
-        reference.finish(whole.context);
-        reduction.finish(sparse.context);
+        const auto reduce_both = [&] {
+          for (std::size_t b = 0; b < reference.buckets(); ++b) {
+            reference.all_reduce(whole.context, b, whole.counters);
+            reduction.all_reduce(sparse.context, b, sparse.counters);
+          }
+          reference.finish(whole.context);
+          reduction.finish(sparse.context);
+        };
+        reduce_both();
         for (std::size_t t = 0; t < of.grids.size(); ++t) {
           cpu_backend().scatter_rows(sparse.context, rows[t], numbers[t], sparse.tensors[t]);
           if (has_zero_code(t)) {
@@ -246,12 +249,7 @@ TEST(QuantizedReduction, RowsInItsPlaceGiveTheBitsOfTheWhole) {
         EXPECT_EQ(reduction.sent_bytes() < reference.sent_bytes(), true);
         // And the whole again.
         for (std::size_t t = 0; t < of.grids.size(); ++t) reduction.set_rows(t, sparse.tensors[t]);
-        for (std::size_t b = 0; b < reference.buckets(); ++b) {
-          reference.all_reduce(whole.context, b, whole.counters);
-          reduction.all_reduce(sparse.context, b, sparse.counters);
-        }
-        reference.finish(whole.context);
-        reduction.finish(sparse.context);
+        reduce_both();
         for (std::size_t t = 0; t < of.grids.size(); ++t) {
           EXPECT_EQ(bytes_of(sparse.tensors[t]), bytes_of(whole.tensors[t]));
         }
