@@ -251,8 +251,8 @@ class Backend {
   /// stochastically; FP32 and FP64 weights are their own master (kNone).
   virtual void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                             const RandomKey& key) = 0;
-  /// The same with the sum of `gradients` for tensors.gradient, which is not given. No more than some rows
-  /// of it at a time exist in FP32.
+  /// The same with the sum of `gradients` for tensors.gradient, which is not given. No more than some
+  /// rows of it at a time exist in FP32.
   virtual void adamw_update_pieces(const Context&, std::span<const QuantTensor> gradients,
                                    const AdamwTensors&, const AdamwStep&, const RandomKey& key);
 
