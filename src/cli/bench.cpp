@@ -47,6 +47,7 @@ struct BenchArguments {
   std::int64_t bucket = CommunicationBenchmarkOptions{}.bucket_elements;
   std::int64_t repetitions = CommunicationBenchmarkOptions{}.repetitions;
   std::int64_t nccl_max_ctas = 0;
+  bool no_peer_copies = false;
   std::string rendezvous = ".";
   double timeout = WorldOptions{}.timeout_seconds;
   bool json = false;
@@ -292,8 +293,10 @@ void bench_comm(const BenchArguments& arguments) {
   check_input(arguments.timeout > 0, "--timeout is above 0; {} was given", arguments.timeout);
   const BackendKind device = device_named(arguments.device);
   ProcessRanks ranks;
-  Backend& backend = ranks.join(
-      device, {arguments.rendezvous, arguments.timeout, static_cast<int>(arguments.nccl_max_ctas)}, 0);
+  Backend& backend = ranks.join(device,
+                                {arguments.rendezvous, arguments.timeout,
+                                 static_cast<int>(arguments.nccl_max_ctas), !arguments.no_peer_copies},
+                                0);
   std::vector<std::int64_t> sizes{arguments.elements};
   if (arguments.elements == 0) {
     sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
@@ -347,6 +350,8 @@ Action declare_bench(Arguments& arguments) {
   arguments.option("--repetitions", "N", given->repetitions, "comm: how often each is timed");
   arguments.option("--nccl-max-ctas", "N", given->nccl_max_ctas,
                    "comm: thread blocks of one of NCCL's kernels at most; 0: as many as it chooses");
+  arguments.flag("--no-peer-copies", given->no_peer_copies,
+                 "comm: GPUs exchange by NCCL also where their copy engines could");
   arguments.option("--timeout", "SECONDS", given->timeout, "comm: in which an exchange has to complete");
   arguments.option(
       "--rendezvous", "DIR", given->rendezvous,

@@ -11,7 +11,8 @@
 namespace agoq {
 
 WorldOptions world_options(const RunConfig& config, const std::string& rendezvous_directory) {
-  return {rendezvous_directory, config.parallel.timeout_seconds, config.parallel.nccl_max_ctas};
+  return {rendezvous_directory, config.parallel.timeout_seconds, config.parallel.nccl_max_ctas,
+          config.parallel.peer_copies};
 }
 
 ProcessRanks::ProcessRanks() : launch_(launch_from_environment()), hosts_(meet(launch_)) {}

@@ -36,6 +36,8 @@ class Communicator {
   virtual int rank() const = 0;  // [0, size)
   virtual int size() const = 0;
   virtual std::string description() const = 0;  // "Open MPI 4.1.4", "NCCL 2.28.9", "one rank"
+  /// True where exchanges go by copies into the others' memory, for which a transport needs none.
+  virtual bool has_peer_copies() const { return false; }
 
   /// Sends and receives together, like one group of NCCL's. Between two ranks the n-th message sent is
   /// the n-th received, of the same size. Memory received into overlaps no other message. Not to

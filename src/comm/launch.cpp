@@ -99,6 +99,7 @@ std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
                                     const WorldOptions& options) {
   if (launch.launcher == Launcher::kNone) return single_rank();
   const bool on_gpus = backend.device_memory().has_value();
+  const NcclOptions nccl_options{options.timeout_seconds, options.nccl_max_ctas, options.peer_copies};
   check_input(on_gpus || launch.launcher == Launcher::kMpi || launch.size == 1,
               "{} started {} ranks on CPUs, whose data go by MPI: start them with mpirun or srun "
               "--mpi=pmix, or set run.device=cuda",
@@ -108,15 +109,13 @@ std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
     if (!on_gpus) return ranks;
     NcclTransport& nccl = nccl_transport();
     const NcclId id = ranks->gather_values(ranks->rank() == 0 ? nccl.new_id() : NcclId{}).front();
-    return nccl.join(id, ranks->rank(), ranks->size(), backend, options.timeout_seconds,
-                     options.nccl_max_ctas);
+    return nccl.join(id, ranks->rank(), ranks->size(), backend, nccl_options);
   }
   if (launch.size == 1) return single_rank();
   NcclTransport& nccl = nccl_transport();
   const NcclIdFile file(options.rendezvous_directory, launch, options.timeout_seconds);
   const NcclId id = launch.rank == 0 ? file.publish(nccl.new_id()) : file.wait();
-  return nccl.join(id, launch.rank, launch.size, backend, options.timeout_seconds,
-                   options.nccl_max_ctas);
+  return nccl.join(id, launch.rank, launch.size, backend, nccl_options);
 }
 
 void leave_world(const Launch& launch) {

@@ -46,6 +46,8 @@ struct WorldOptions {
   /// NCCL's maxCTAs: thread blocks of one of its kernels at most, each of which takes a multiprocessor
   /// of the GPU from the backward pass beside it. 0: as many as NCCL chooses.
   int nccl_max_ctas = 0;
+  /// GPUs of one machine exchange through their copy engines, where each reaches the others' memory.
+  bool peer_copies = true;
 };
 
 /// The communicator of all ranks of `launch`, for data in `backend`'s memory. Collective. Throws Error

@@ -23,14 +23,19 @@ class MpiTransport {
 /// Bytes of an ncclUniqueId.
 using NcclId = std::array<std::byte, 128>;
 
+struct NcclOptions {
+  double timeout_seconds = 60;  // of one operation
+  int max_ctas = 0;         // thread blocks of one of NCCL's kernels at most; 0: as many as it chooses
+  bool peer_copies = true;  // exchanges by the copy engines where all GPUs reach each other
+};
+
 class NcclTransport {
  public:
   virtual ~NcclTransport() = default;
   virtual NcclId new_id() = 0;
-  /// The group of `size` ranks that got the same id; on the GPU that `backend` computes on. A kernel of
-  /// NCCL's has at most `max_ctas` thread blocks, 0 for as many as it chooses. Collective.
+  /// The group of `size` ranks that got the same id; on the GPU that `backend` computes on. Collective.
   virtual std::unique_ptr<Communicator> join(const NcclId& id, int rank, int size, Backend& backend,
-                                             double timeout_seconds, int max_ctas) = 0;
+                                             const NcclOptions& options) = 0;
 };
 
 /// Open the module at the first call. Throw Error (kInput) where the build has none or a library that it

@@ -411,6 +411,9 @@ std::vector<ConfigKey> make_keys() {
       may_change(integer<int>(
           "parallel", "nccl_max_ctas", [](C& c) -> auto& { return c.parallel.nccl_max_ctas; }, 0,
           kMostCtas, "thread blocks of one of NCCL's kernels at most; 0: as many as it chooses")),
+      may_change(boolean(
+          "parallel", "peer_copies", [](C& c) -> auto& { return c.parallel.peer_copies; },
+          "GPUs that reach each other's memory exchange by their copy engines; false: by NCCL")),
       may_change(real(
           "parallel", "timeout_seconds", [](C& c) -> auto& { return c.parallel.timeout_seconds; },
           kPositive, "a rank that does not answer for so long ends the run")),

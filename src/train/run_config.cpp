@@ -350,6 +350,7 @@ RunConfig with_ranks(const RunConfig& config, const Communicator& ranks) {
               config.parallel.ranks, ranks.size());
   RunConfig known = config;
   known.parallel.ranks = ranks.size();
+  known.parallel.peer_copies = ranks.has_peer_copies();
   return known;
 }
 

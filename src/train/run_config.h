@@ -33,7 +33,8 @@ struct ParallelConfig {
   std::int64_t ranks = 0;  // 0: as many as were launched
   ReductionConfig reduction;
   double timeout_seconds = 60;
-  int nccl_max_ctas = 0;  // comm/launch.h; 0: as many as NCCL chooses
+  int nccl_max_ctas = 0;    // comm/launch.h; 0: as many as NCCL chooses
+  bool peer_copies = true;  // comm/launch.h
 
   bool operator==(const ParallelConfig&) const = default;
 };

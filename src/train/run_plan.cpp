@@ -12,9 +12,11 @@
 namespace agoq {
 namespace {
 
-// What NCCL takes of a GPU's memory for a group of ranks: measured with NCCL 2.28.9 between two H200
-// over NVLink, whatever the model (benchmarks/results/2026-11-30-2xh200-step.json).
-constexpr std::size_t kNcclBytes = std::size_t{918} << 20;
+// What a group of ranks takes of a GPU's memory, whatever the model: NCCL for exchanges, measured with
+// NCCL 2.28.9 between two H200 over NVLink, and where exchanges are copies between GPUs, its flags
+// (comm/nccl/peer_copies.cpp).
+constexpr std::size_t kNcclBytes = std::size_t{450} << 20;
+constexpr std::size_t kPeerCopiesBytes = std::size_t{2} << 20;
 
 /// A product of small matrices, for what libraries allocate at their first one. In no more memory than
 /// it takes: with a tiny model the plan would otherwise be the run's peak.
@@ -117,7 +119,9 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
   plan.loss_chunk = trainer.loss_workspace();
 
   plan.device = backend.device_memory();
-  if (plan.device && config.parallel.ranks > 1) plan.device->overhead += kNcclBytes;
+  if (plan.device && config.parallel.ranks > 1) {
+    plan.device->overhead += config.parallel.peer_copies ? kPeerCopiesBytes : kNcclBytes;
+  }
   if (plan.device) return plan;
   multiply_once(backend, config.model.dtype);
   plan.program = kUncountedProgramBytes;

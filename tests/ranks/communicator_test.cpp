@@ -89,6 +89,8 @@ TEST(Communicator, ExchangesMessagesOfAnySizeInOrder) {
   // Around the sizes at which MPI changes its protocol, and several messages per pair.
   expect_exchanged(ranks(), {3, 0, 4096, 1, 65537, 4096});
   expect_exchanged(ranks(), {std::size_t{3} << 20});
+  // More than what goes between two ranks at a time, where that is bounded.
+  expect_exchanged(ranks(), std::vector<std::size_t>(700, 100));
 }
 
 TEST(Communicator, ExchangesBetweenSomeRanksOnly) {

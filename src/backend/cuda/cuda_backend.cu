@@ -35,12 +35,17 @@ Device look_for_device() {
   return found;
 }
 
+// A process that is given a piece of this one's memory maps the whole that the driver took it from, once
+// (CUDA IPC): two pieces of one such whole could not be given. This is what the driver takes at least.
+constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+
 class DeviceAllocator : public Allocator {
  public:
   std::byte* allocate(std::size_t bytes) override {
     const Device& gpu = device();
     void* memory = nullptr;
-    const cudaError_t status = cudaMalloc(&memory, std::max<std::size_t>(bytes, 1));
+    const std::size_t pieces = std::max<std::size_t>((bytes + kPieceBytes - 1) / kPieceBytes, 1);
+    const cudaError_t status = cudaMalloc(&memory, pieces * kPieceBytes);
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();  // this error does not stick
       std::size_t free = 0, total = 0;

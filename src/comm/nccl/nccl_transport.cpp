@@ -1,4 +1,5 @@
-// Ranks on GPUs over NCCL: the module libagoq_nccl.so.
+// Ranks on GPUs over NCCL: the module libagoq_nccl.so. Where all GPUs of a group reach each other's
+// memory its exchanges go by their copy engines instead (peer_copies.h), watched in the same way.
 //
 // NCCL's communicators do not block: a call returns at once and is polled until a deadline, and what is
 // queued on a stream is watched by two events, one before it and one behind it. An operation that has
@@ -6,7 +7,8 @@
 // which ends its kernels on this GPU, and throws. The time that a stream takes to come to an operation
 // does not count.
 //
-// Nothing is allocated after construction: values of the host go through a fixed piece of GPU memory.
+// Nothing is allocated after construction. Values of the host go through memory that the processes of a
+// machine share, or, where the ranks are on several, through a fixed piece of GPU memory.
 #include <cuda_runtime.h>
 #include <nccl.h>
 
@@ -14,15 +16,18 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "backend/cuda/device.h"
 #include "comm/exchange_checks.h"
+#include "comm/nccl/peer_copies.h"
+#include "comm/rest.h"
+#include "comm/shared_host_memory.h"
 #include "comm/transports.h"
 #include "core/error.h"
 
@@ -49,6 +54,12 @@ std::string version_text(int version) {
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
+/// Of NCCL's variables that turn something off: the same on all ranks, as NCCL wants them.
+bool is_set(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && std::string_view(value) != "0";
+}
+
 ncclDataType_t nccl_type(ElementType type) {
   switch (type) {
     case ElementType::kFp32: return ncclFloat32;
@@ -64,23 +75,6 @@ void expect_cuda(cudaError_t status, std::string_view operation) {
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-
-/// Lets a thread that polls rest: briefly while an answer may come soon, then longer.
-class Rest {
- public:
-  double operator()() {
-    const double waited = seconds_since(start_);
-    if (waited < 0.002) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-    return waited;
-  }
-
- private:
-  Clock::time_point start_ = Clock::now();
-};
 
 class Event {
  public:
@@ -106,12 +100,8 @@ class Event {
 class NcclRanks : public Communicator {
  public:
   /// The group of all ranks that give `id`.
-  NcclRanks(const NcclId& id, int rank, int size, Backend& backend, double timeout_seconds, int max_ctas)
-      : backend_(backend),
-        rank_(rank),
-        size_(size),
-        timeout_seconds_(timeout_seconds),
-        max_ctas_(max_ctas) {
+  NcclRanks(const NcclId& id, int rank, int size, Backend& backend, const NcclOptions& options)
+      : backend_(backend), rank_(rank), size_(size), options_(options) {
     ncclUniqueId nccl_id;
     std::memcpy(&nccl_id, id.data(), sizeof(nccl_id));
     ncclConfig_t config = this->config();
@@ -129,8 +119,8 @@ class NcclRanks : public Communicator {
     prepare();
   }
   /// Takes `group` over.
-  NcclRanks(ncclComm_t group, Backend& backend, double timeout_seconds, int max_ctas)
-      : backend_(backend), group_(group), timeout_seconds_(timeout_seconds), max_ctas_(max_ctas) {
+  NcclRanks(ncclComm_t group, Backend& backend, const NcclOptions& options)
+      : backend_(backend), group_(group), options_(options) {
     complete(ncclInProgress, "splitting the ranks into groups");
     expect_nccl(ncclCommUserRank(group_, &rank_), "ncclCommUserRank");
     expect_nccl(ncclCommCount(group_, &size_), "ncclCommCount");
@@ -148,13 +138,26 @@ class NcclRanks : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  std::string description() const override { return "NCCL " + version_text(version()); }
+  std::string description() const override {
+    return fmt::format("NCCL {}{}", version_text(version()),
+                       peers_ ? ", exchanges by the GPUs' copy engines" : "");
+  }
+  bool has_peer_copies() const override { return peers_ != nullptr; }
 
   void exchange(const Context& context, std::span<const Message> sends,
                 std::span<const Message> receives) override {
     expect_messages(*this, sends, receives);
     if (context.workspace.is_measuring() || (sends.empty() && receives.empty())) return;
     constexpr const char* kOperation = "an exchange of gradients or weights";
+    if (peers_) {
+      return queue(stream_of(context.stream), kOperation, [&](cudaStream_t stream) {
+        peers_->exchange(stream, sends, receives, [&](int peer, double seconds) {
+          look_after_operations();
+          if (seconds > options_.timeout_seconds) fail_absent(kOperation, peer);
+        });
+        return ncclSuccess;
+      });
+    }
     queue(stream_of(context.stream), kOperation, [&](cudaStream_t stream) {
       expect_nccl(ncclGroupStart(), "ncclGroupStart");
       for (const Message& message : receives) {
@@ -213,17 +216,25 @@ class NcclRanks : public Communicator {
   void gather(const void* mine, void* all, std::size_t bytes) override {
     const auto* const from = static_cast<const std::byte*>(mine);
     auto* const to = static_cast<std::byte*>(all);
-    for (std::size_t first = 0; first < bytes; first += piece_bytes_) {
-      const std::size_t piece = std::min(bytes - first, piece_bytes_);
-      gather_piece(from + first, piece);
+    const std::size_t most = shared_ ? SharedHostMemory::kMostBytes : piece_bytes_;
+    for (std::size_t first = 0; first < bytes; first += most) {
+      const std::size_t piece = std::min(bytes - first, most);
+      if (shared_) {
+        shared_->show(from + first, piece);
+      } else {
+        gather_piece(from + first, piece);
+      }
       for (int r = 0; r < size_; ++r) {
         const auto of_rank = static_cast<std::size_t>(r);
-        std::memcpy(to + of_rank * bytes + first, host_staging_ + of_rank * piece, piece);
+        const std::byte* const shown = shared_ ? await_shown(r) : host_staging_ + of_rank * piece;
+        std::memcpy(to + of_rank * bytes + first, shown, piece);
       }
     }
   }
 
-  double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
+  double set_timeout(double seconds) override {
+    return std::exchange(options_.timeout_seconds, seconds);
+  }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
     constexpr const char* kOperation = "splitting the ranks into groups";
@@ -235,12 +246,12 @@ class NcclRanks : public Communicator {
     complete(ncclCommSplit(group_, colour, key, &parts_.back(), &config), kOperation);
     Rest rest;
     while (part.load(std::memory_order_acquire) == nullptr) {
-      if (rest() > timeout_seconds_) fail_late(kOperation);
+      if (rest() > options_.timeout_seconds) fail_late(kOperation);
       ncclResult_t state = ncclSuccess;
       expect_nccl(ncclCommGetAsyncError(group_, &state), kOperation);
       if (state != ncclInProgress) expect_nccl(state, kOperation);
     }
-    return std::make_unique<NcclRanks>(part.load(), backend_, timeout_seconds_, max_ctas_);
+    return std::make_unique<NcclRanks>(part.load(), backend_, options_);
   }
 
  private:
@@ -255,7 +266,7 @@ class NcclRanks : public Communicator {
   ncclConfig_t config() const {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    if (max_ctas_ > 0) config.maxCTAs = max_ctas_;
+    if (options_.max_ctas > 0) config.maxCTAs = options_.max_ctas;
     return config;
   }
 
@@ -270,6 +281,13 @@ class NcclRanks : public Communicator {
     host_staging_ = static_cast<std::byte*>(host);
     expect_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
     watched_ = std::make_unique<std::array<Watched, kMostWatched>>();
+    // What is turned off for NCCL is not wanted here either.
+    if (is_set("NCCL_SHM_DISABLE")) return;
+    std::unique_ptr<SharedHostMemory> shared = SharedHostMemory::open(*this);
+    if (shared && options_.peer_copies && !is_set("NCCL_P2P_DISABLE")) {
+      peers_ = PeerCopies::connect(*this, backend_, *shared);
+    }
+    shared_ = std::move(shared);  // until then values go by NCCL
   }
 
   /// Ends membership. The regular way takes all ranks; where this one has failed, they may be gone.
@@ -277,9 +295,10 @@ class NcclRanks : public Communicator {
     if (group_ == nullptr) return;
     bool regular = std::uncaught_exceptions() == 0;
     if (regular) {
+      if (peers_) peers_->unmap();
       ncclResult_t state = ncclCommFinalize(group_);
       Rest rest;
-      while (state == ncclInProgress && rest() < timeout_seconds_) {
+      while (state == ncclInProgress && rest() < options_.timeout_seconds) {
         if (ncclCommGetAsyncError(group_, &state) != ncclSuccess) state = ncclInternalError;
       }
       regular = state == ncclSuccess;
@@ -293,6 +312,7 @@ class NcclRanks : public Communicator {
   }
 
   void abort() {
+    if (peers_) peers_->release();
     if (group_ != nullptr) ncclCommAbort(group_);
     group_ = nullptr;
   }
@@ -315,7 +335,7 @@ class NcclRanks : public Communicator {
   void complete(ncclResult_t result, const char* operation) {
     Rest rest;
     while (result == ncclInProgress) {
-      if (rest() > timeout_seconds_) fail_late(operation);
+      if (rest() > options_.timeout_seconds) fail_late(operation);
       ncclResult_t state = ncclSuccess;
       expect_nccl(ncclCommGetAsyncError(group_, &state), operation);
       result = state;
@@ -326,7 +346,13 @@ class NcclRanks : public Communicator {
   [[noreturn]] void fail_late(const char* operation) {
     abort();
     fail("rank {}: {} did not complete within {} s; some rank of {} has stopped or is gone", rank_,
-         operation, timeout_seconds_, size_);
+         operation, options_.timeout_seconds, size_);
+  }
+
+  [[noreturn]] void fail_absent(const char* operation, int peer) {
+    abort();
+    fail("rank {}: rank {} did not come to {} within {} s; it has stopped or is gone", rank_, peer,
+         operation, options_.timeout_seconds);
   }
 
   /// Queues what `call` calls on the stream and watches it.
@@ -360,7 +386,7 @@ class NcclRanks : public Communicator {
         if (!oldest.is_under_way) {
           oldest.is_under_way = true;
           oldest.since = Clock::now();
-        } else if (seconds_since(oldest.since) > timeout_seconds_) {
+        } else if (seconds_since(oldest.since) > options_.timeout_seconds) {
           fail_late(oldest.operation);
         }
         return;
@@ -379,6 +405,16 @@ class NcclRanks : public Communicator {
       rest();
     }
     look_after_operations();
+  }
+
+  const std::byte* await_shown(int rank) {
+    expect_joined();
+    Rest rest;
+    while (true) {
+      if (const std::byte* const shown = shared_->shown_by(rank)) return shown;
+      look_after_operations();
+      if (rest() > options_.timeout_seconds) fail_absent("a gathering of values", rank);
+    }
   }
 
   /// host_staging_[r * bytes ...] = what rank r gave as `mine`.
@@ -403,8 +439,7 @@ class NcclRanks : public Communicator {
   std::deque<ncclComm_t> parts_;  // that split() has asked for; addresses that NCCL writes to stay
   int rank_ = 0;
   int size_ = 1;
-  double timeout_seconds_;
-  int max_ctas_ = 0;
+  NcclOptions options_;
   // For values of the host.
   cudaStream_t stream_ = nullptr;
   std::size_t piece_bytes_ = 0;
@@ -415,6 +450,8 @@ class NcclRanks : public Communicator {
   std::size_t first_watched_ = 0;
   std::size_t watched_count_ = 0;
   Event caught_up_;
+  std::unique_ptr<SharedHostMemory> shared_;  // where all ranks are on one machine
+  std::unique_ptr<PeerCopies> peers_;         // where exchanges go by copies
 };
 
 class Nccl : public NcclTransport {
@@ -432,11 +469,11 @@ class Nccl : public NcclTransport {
   }
 
   std::unique_ptr<Communicator> join(const NcclId& id, int rank, int size, Backend& backend,
-                                     double timeout_seconds, int max_ctas) override {
+                                     const NcclOptions& options) override {
     if (size == 1) return single_rank();
     expect_version();
     backend.expect_ready();  // a message about a missing GPU that is better than NCCL's
-    return std::make_unique<NcclRanks>(id, rank, size, backend, timeout_seconds, max_ctas);
+    return std::make_unique<NcclRanks>(id, rank, size, backend, options);
   }
 
  private:
