@@ -168,9 +168,9 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
     row(fmt::format("communication of {} ranks, exposed", step.ranks),
         fmt::format("{:.2f} ms, {:.2f} %", 1e3 * step.exposed_communication_seconds,
                     100 * step.exposed_communication_seconds / step.median_seconds));
-    row("  of which the ranks do not wait for each other",
-        fmt::format("{:.2f} ms, {:.2f} %", 1e3 * step.shortest_exposed_seconds,
-                    100 * step.shortest_exposed_seconds / step.median_seconds));
+    row("  before it, the fastest rank waits for the slowest",
+        fmt::format("{:.2f} ms, {:.2f} %", 1e3 * step.rank_wait_seconds,
+                    100 * step.rank_wait_seconds / step.median_seconds));
   }
   row("model TFLOP/s, causal attention",
       fmt::format("{:.4g}", 1e-12 * step.model_flops / step.median_seconds));

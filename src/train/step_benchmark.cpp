@@ -242,7 +242,7 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
       trainer.initialise();
       for (int i = 0; i < options.warmup_steps; ++i) step(trainer);
       const Context context = trainer.context();
-      std::vector<double> host_seconds, exposed_seconds, shortest_seconds;
+      std::vector<double> host_seconds, exposed_seconds, wait_seconds;
       for (int i = 0; i < options.steps; ++i) {
         // The host's clock: what the host does between operations is part of a step. time() only waits
         // for what is queued.
@@ -254,13 +254,13 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
         const StepReport report = trainer.finish_step();
         result.loss = report.loss;
         exposed_seconds.push_back(report.exposed_communication_seconds);
-        shortest_seconds.push_back(report.shortest_exposed_seconds);
+        wait_seconds.push_back(report.rank_wait_seconds);
         backend.time(context, [] {});
         result.step_seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
       }
       result.host_seconds = median(std::move(host_seconds));
       result.exposed_communication_seconds = median(std::move(exposed_seconds));
-      result.shortest_exposed_seconds = median(std::move(shortest_seconds));
+      result.rank_wait_seconds = median(std::move(wait_seconds));
       if (at_start) {
         result.peak_bytes_measured = static_cast<std::int64_t>(at_start->free) -
                                      static_cast<std::int64_t>(backend.device_memory()->free);
@@ -305,8 +305,8 @@ std::string StepBenchmark::to_json(const RunConfig& config) const {
   json["step_seconds"] = step_seconds;
   if (ranks > 1) {
     json["exposed_communication_seconds_median"] = exposed_communication_seconds;
-    json["exposed_communication_seconds_shortest_rank_median"] = shortest_exposed_seconds;
     json["exposed_communication_share"] = exposed_communication_seconds / median_seconds;
+    json["rank_wait_seconds_median"] = rank_wait_seconds;
     json["shard_optimizer"] = config.parallel.reduction.sharded;
   } else {
     json["floor_seconds"] = floor_seconds;

@@ -32,11 +32,9 @@ struct StepBenchmark {
   // the rest of a step is waiting, as long as the queue does not fill up.
   double host_seconds = 0;
   double tokens_per_second = 0;
-  // Median over steps of the time from the end of the backward pass to that of the gradients' reduction,
-  // on the rank where it is longest.
+  // Medians over steps of what a StepReport says of them.
   double exposed_communication_seconds = 0;
-  // The same on the rank where it is shortest, which waits for no other.
-  double shortest_exposed_seconds = 0;
+  double rank_wait_seconds = 0;
   double model_flops = 0;            // of a step, causal attention
   double model_flops_full = 0;       // of a step, attention over the full square
   std::optional<double> peak_flops;  // of the devices, dense BF16; nothing for those not listed

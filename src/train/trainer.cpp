@@ -162,14 +162,16 @@ StepReport Trainer::finish_step() {
   OfRank own{0, valid_tokens_, reducer_.exposed_seconds()};
   for (const double sum : sums) own.loss += sum;
   double total = 0;
-  report.shortest_exposed_seconds = own.exposed_seconds;
+  double longest_seconds = 0;
+  report.exposed_communication_seconds = own.exposed_seconds;
   for (const OfRank& of : ranks_.gather_values(own)) {
     total += of.loss;
     report.valid_tokens += of.valid_tokens;
+    longest_seconds = std::max(longest_seconds, of.exposed_seconds);
     report.exposed_communication_seconds =
-        std::max(report.exposed_communication_seconds, of.exposed_seconds);
-    report.shortest_exposed_seconds = std::min(report.shortest_exposed_seconds, of.exposed_seconds);
+        std::min(report.exposed_communication_seconds, of.exposed_seconds);
   }
+  report.rank_wait_seconds = longest_seconds - report.exposed_communication_seconds;
   check_input(report.valid_tokens > 0,
               "step {} has no token with a loss weight: the data hold no targets", report.step);
   report.loss = total / static_cast<double>(report.valid_tokens);

@@ -35,11 +35,12 @@ struct StepReport {
   double gradient_norm = 0;
   double learning_rate = 0;
   std::int64_t valid_tokens = 0;
-  std::vector<NamedCounts> numerics;         // tensors that counted anything, over all ranks
-  double exposed_communication_seconds = 0;  // the longest of a rank (GradientReducer)
-  /// The shortest of a rank: that of the one which comes to it last and waits for no other. What the
-  /// longest has on top is that ranks are not equally fast.
-  double shortest_exposed_seconds = 0;
+  std::vector<NamedCounts> numerics;  // tensors that counted anything, over all ranks
+  /// From when the last of the ranks has ended its backward pass to the reduced gradients: of all ranks'
+  /// times (GradientReducer::exposed_seconds) the shortest, that of the one which waits for no other.
+  double exposed_communication_seconds = 0;
+  /// How long the first of the ranks has waited for the last before that: they are not equally fast.
+  double rank_wait_seconds = 0;
 };
 
 class Trainer {

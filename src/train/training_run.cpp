@@ -110,8 +110,8 @@ std::string metrics_line(const StepReport& report, int ranks, double seconds, do
       report.step, report.loss, report.gradient_norm, report.learning_rate, report.valid_tokens, seconds,
       tokens_per_second);
   if (ranks > 1) {
-    line +=
-        fmt::format(R"(,"exposed_communication_seconds":{:.6f})", report.exposed_communication_seconds);
+    line += fmt::format(R"(,"exposed_communication_seconds":{:.6f},"rank_wait_seconds":{:.6f})",
+                        report.exposed_communication_seconds, report.rank_wait_seconds);
   }
   if (!report.numerics.empty()) {
     line += R"(,"numerics":{)";
