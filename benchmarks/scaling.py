@@ -104,6 +104,11 @@ def equality(runs, ranks, test, device):
         else "FAILED: " + reason(record))
 
 
+def computed_bytes(elements, ranks):
+    """What a rank sends of codes and scales, 4 bytes for 128 of them: the others' shares, and its own sums to each."""
+    return 2 * (ranks - 1) * elements // ranks * 132 // 128
+
+
 def comm(runs, ranks, agoq, device):
     command = [agoq, "bench", "comm", "--device", device, "--json"]
     record = runs.run(f"comm on {ranks}", on_ranks(ranks, command))
@@ -117,6 +122,7 @@ def comm(runs, ranks, agoq, device):
             f"{name} {timing['seconds'] * 1e3:.3f} ms, {timing['wire_bytes']} bytes"
             for name, timing in timings.items()))
         ours = timings["QuanGrad all-reduce"]
+        say(f"  QuanGrad's bytes are {ours['wire_bytes'] / computed_bytes(elements, ranks):.4f} of the computed")
         say(f"  QuanGrad takes {ours['time_over_fp32']:.3f} of FP32's time and {ours['time_over_bf16']:.3f} of BF16's")
 
 
@@ -129,7 +135,8 @@ def step(runs, what, agoq, ranks, config, values, arguments=()):
     result = record["result"]
     exposed = result.get("exposed_communication_seconds_median", 0.0)
     say(f"{what}: {result['tokens_per_second']:.0f} tokens/s, step {result['step_seconds_median'] * 1e3:.1f} ms, "
-        f"exposed {exposed * 1e3:.1f} ms ({exposed / result['step_seconds_median']:.2%}), peak measured / predicted "
+        f"exposed {exposed * 1e3:.1f} ms ({exposed / result['step_seconds_median']:.2%}), the fastest rank waits "
+        f"{result.get('rank_wait_seconds_median', 0.0) * 1e3:.1f} ms, peak measured / predicted "
         f"{result['peak_bytes_measured'] / max(1, result['peak_bytes_predicted']):.3f}")
     return result
 
