@@ -283,8 +283,8 @@ void print_comm_json(const Communicator& ranks, const Backend& backend,
 
 void bench_comm(const BenchArguments& arguments) {
   check_input(0 <= arguments.elements && arguments.elements <= kMostElements,
-              "--elements is at least 1 and at most {}; {} was given", kMostElements,
-              arguments.elements);
+              "--elements is a multiple of {} up to {}, or 0 for the usual sizes; {} was given",
+              kBenchmarkWidth, kMostElements, arguments.elements);
   check_input(1 <= arguments.bucket, "--bucket is at least 1; {} was given", arguments.bucket);
   check_input(1 <= arguments.repetitions && arguments.repetitions <= kMostSteps,
               "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
@@ -344,8 +344,10 @@ Action declare_bench(Arguments& arguments) {
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
   arguments.option("--steps", "N", given->steps, "step: steps that are timed");
   arguments.option("--warmup", "N", given->warmup, "step: steps before them");
-  arguments.option("--elements", "N", given->elements,
-                   "comm: gradients, a multiple of 4096; 0: 2^20, 2^25 and, on cuda, 2^28");
+  arguments.option(
+      "--elements", "N", given->elements,
+      "comm: gradients that are reduced, a multiple of 4096 and 4096 for each rank at least; "
+      "0: 2^20 and 2^25, on cuda also 2^28");
   arguments.option("--bucket", "N", given->bucket, "comm: gradients that are exchanged at a time");
   arguments.option("--repetitions", "N", given->repetitions, "comm: how often each is timed");
   arguments.option("--nccl-max-ctas", "N", given->nccl_max_ctas,

@@ -17,16 +17,19 @@ std::optional<std::string> variable(const char* name) {
   return value;
 }
 
-int number(const char* name) {
+/// The integer from `least` that the variable `name` holds, which a launcher sets with `other`.
+int number(const char* name, const char* other, int least) {
   const std::optional<std::string> text = variable(name);
-  check_input(text.has_value(), "the launcher set no {}: start the ranks with mpirun, srun or torchrun",
-              name);
+  check_input(text.has_value(),
+              "{} is set and {} is not: a launcher sets both; start the ranks with mpirun, srun or "
+              "torchrun, or unset {} for one process",
+              other, name, other);
   int value = -1;
   const char* const end = text->data() + text->size();
   const auto [stopped, failure] = std::from_chars(text->data(), end, value);
-  check_input(failure == std::errc() && stopped == end && value >= 0,
-              "{} must be a number of ranks; it is '{}': start the ranks with mpirun, srun or torchrun",
-              name, *text);
+  check_input(failure == std::errc() && stopped == end && value >= least,
+              "{} must be an integer from {}; it is '{}': start the ranks with mpirun, srun or torchrun",
+              name, least, *text);
   return value;
 }
 
@@ -39,17 +42,48 @@ struct Variables {
   const char* local_rank;
   const char* local_size;
   const char* job;
+  /// Its batch scripts are process 0 of no number of ranks: what they start is one process.
+  bool has_batch_scripts = false;
+};
+constexpr Variables kMpirun{
+    .launcher = Launcher::kMpi,
+    .name = "mpirun",
+    .rank = "OMPI_COMM_WORLD_RANK",
+    .size = "OMPI_COMM_WORLD_SIZE",
+    .local_rank = "OMPI_COMM_WORLD_LOCAL_RANK",
+    .local_size = "OMPI_COMM_WORLD_LOCAL_SIZE",
+    .job = "OMPI_MCA_ess_base_jobid",
+};
+constexpr Variables kTorchrun{
+    .launcher = Launcher::kEnvironment,
+    .name = "torchrun",
+    .rank = "RANK",
+    .size = "WORLD_SIZE",
+    .local_rank = "LOCAL_RANK",
+    .local_size = "LOCAL_WORLD_SIZE",
+    .job = "TORCHELASTIC_RUN_ID",
+};
+constexpr Variables kSlurm{
+    .launcher = Launcher::kEnvironment,
+    .name = "Slurm",
+    .rank = "SLURM_PROCID",
+    .size = "SLURM_STEP_NUM_TASKS",
+    .local_rank = "SLURM_LOCALID",
+    .local_size = "SLURM_NTASKS_PER_NODE",
+    .job = "SLURM_JOB_ID",
+    .has_batch_scripts = true,
 };
 // In this order: under mpirun within a Slurm job the variables of both are set, and srun sets those of
 // the job step only for processes that it started.
-constexpr Variables kLaunchers[] = {
-    {Launcher::kMpi, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid"},
-    {Launcher::kEnvironment, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-     "TORCHELASTIC_RUN_ID"},
-    {Launcher::kEnvironment, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-     "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"},
-};
+constexpr Variables kLaunchers[] = {kMpirun, kTorchrun, kSlurm};
+
+/// One of its variables is enough: a process that has a rank and does not know of how many would train
+/// by itself what the others train too.
+bool is_started_by(const Variables& of) {
+  if (variable(of.size)) return true;
+  const std::optional<std::string> rank = variable(of.rank);
+  return rank && !(of.has_batch_scripts && *rank == "0");
+}
 
 /// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
 /// them would train the same.
@@ -64,19 +98,21 @@ std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_sec
 
 }  // namespace
 
+bool launcher_forwards_output() { return variable(kMpirun.size).has_value(); }
+
 Launch launch_from_environment() {
   for (const Variables& of : kLaunchers) {
-    if (!variable(of.size)) continue;
+    if (!is_started_by(of)) continue;
     Launch launch;
     launch.launcher = of.launcher;
     launch.name = of.name;
-    launch.rank = number(of.rank);
-    launch.size = number(of.size);
-    launch.local_rank = number(of.local_rank);
-    if (variable(of.local_size)) launch.local_size = number(of.local_size);
+    launch.size = number(of.size, of.rank, 1);
+    launch.rank = number(of.rank, of.size, 0);
+    launch.local_rank = number(of.local_rank, of.size, 0);
+    if (variable(of.local_size)) launch.local_size = number(of.local_size, of.size, 1);
     launch.job = variable(of.job).value_or("");
     check_input(
-        launch.size >= 1 && launch.rank < launch.size,
+        launch.rank < launch.size,
         "{} is {} and {} is {}: a rank is below the number of ranks; start the ranks with mpirun, "
         "srun or torchrun, or unset both",
         of.rank, launch.rank, of.size, launch.size);
@@ -87,6 +123,12 @@ Launch launch_from_environment() {
     }
     return launch;
   }
+  const std::string of_another_mpi = variable("PMI_SIZE").value_or("1");
+  check_input(
+      of_another_mpi == "1",
+      "{} processes were started by the launcher of another MPI (PMI_SIZE is set, and no variable "
+      "of Open MPI's is): start the ranks with Open MPI's mpirun",
+      of_another_mpi);
   return {};
 }
 

@@ -28,8 +28,13 @@ struct Launch {
   std::string job;
 };
 
-/// From the environment of this process. Throws Error (kInput) when its variables contradict each other.
+/// From the environment of this process. Throws Error (kInput) when its variables contradict each other,
+/// or when only some of a launcher's are set.
 Launch launch_from_environment();
+
+/// Whether what this process prints goes through its launcher: mpirun gives every rank a terminal of its
+/// own, wherever their lines end up.
+bool launcher_forwards_output();
 
 /// The ranks of `launch` before they have devices, for what they agree on first: all of them where MPI
 /// launched them, elsewhere this one alone. Collective. Throws Error (kInput) where this build has no

@@ -5,10 +5,10 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
+#include "comm/launch.h"
 #include "core/quantity.h"
 
 namespace agoq {
@@ -17,8 +17,7 @@ Progress::Progress(std::string label, std::int64_t steps, std::int64_t log_every
       steps_(steps),
       log_every_(log_every),
       enabled_(enabled),
-      // mpirun gives its ranks a terminal of their own, wherever their lines end up.
-      terminal_(isatty(STDOUT_FILENO) != 0 && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) {}
+      terminal_(isatty(STDOUT_FILENO) != 0 && !launcher_forwards_output()) {}
 
 Progress::~Progress() {
   if (line_open_) std::fputc('\n', stdout);

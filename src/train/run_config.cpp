@@ -346,8 +346,10 @@ std::string to_toml(const RunConfig& config) {
 
 RunConfig with_ranks(const RunConfig& config, const Communicator& ranks) {
   check_input(config.parallel.ranks == 0 || config.parallel.ranks == ranks.size(),
-              "parallel.ranks is {} and {} ranks were launched: launch as many, or leave it 0",
-              config.parallel.ranks, ranks.size());
+              "parallel.ranks is {} and {} launched: launch {}, or set parallel.ranks=0",
+              config.parallel.ranks,
+              ranks.size() == 1 ? "1 rank was" : fmt::format("{} ranks were", ranks.size()),
+              config.parallel.ranks);
   RunConfig known = config;
   known.parallel.ranks = ranks.size();
   known.parallel.peer_copies = ranks.has_peer_copies();

@@ -1,0 +1,131 @@
+#include "comm/launch.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <map>
+#include <string>
+
+#include "core/error.h"
+
+namespace agoq {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+/// What this process learns where these variables alone are set, of those that launchers set.
+class Environment {
+ public:
+  explicit Environment(const Variables& variables) {
+    for (const char* name :
+         {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+          "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+          "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+          "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID", "PMIX_RANK", "PMI_SIZE"}) {
+      const char* const value = std::getenv(name);
+      if (value != nullptr) before_[name] = value;
+      unsetenv(name);
+    }
+    for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+    variables_ = variables;
+  }
+  ~Environment() {
+    for (const auto& [name, value] : variables_) unsetenv(name.c_str());
+    for (const auto& [name, value] : before_) setenv(name.c_str(), value.c_str(), 1);
+  }
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+
+ private:
+  Variables variables_, before_;
+};
+
+void expect_refused(const Variables& variables, const std::string& text) {
+  const Environment environment(variables);
+  try {
+    const Launch launch = launch_from_environment();
+    ADD_FAILURE() << "taken for rank " << launch.rank << " of " << launch.size << ", by " << launch.name;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInput);
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+  }
+}
+
+TEST(Launch, OneProcessHasNoLauncher) {
+  const Environment environment(Variables{});
+  const Launch launch = launch_from_environment();
+  EXPECT_EQ(launch.launcher, Launcher::kNone);
+  EXPECT_EQ(launch.size, 1);
+  EXPECT_FALSE(launcher_forwards_output());
+}
+
+TEST(Launch, TakesWhatEachLauncherSets) {
+  const auto expect_launch = [](const Variables& variables, Launcher launcher, const std::string& name,
+                                bool forwards) {
+    const Environment environment(variables);
+    const Launch launch = launch_from_environment();
+    EXPECT_EQ(launch.launcher, launcher) << name;
+    EXPECT_EQ(launch.name, name);
+    EXPECT_EQ(launch.rank, 5) << name;
+    EXPECT_EQ(launch.size, 8) << name;
+    EXPECT_EQ(launch.local_rank, 1) << name;
+    EXPECT_EQ(launch.local_size, 4) << name;
+    EXPECT_EQ(launcher_forwards_output(), forwards) << name;
+  };
+  expect_launch({{"OMPI_COMM_WORLD_RANK", "5"},
+                 {"OMPI_COMM_WORLD_SIZE", "8"},
+                 {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                 {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
+                 {"SLURM_PROCID", "0"}},  // within a Slurm job
+                Launcher::kMpi, "mpirun", true);
+  expect_launch({{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}},
+                Launcher::kEnvironment, "torchrun", false);
+  const Variables slurm{{"SLURM_PROCID", "5"},
+                        {"SLURM_STEP_NUM_TASKS", "8"},
+                        {"SLURM_LOCALID", "1"},
+                        {"SLURM_NTASKS_PER_NODE", "4"}};
+  expect_launch(slurm, Launcher::kEnvironment, "Slurm", false);
+  Variables pmix = slurm;
+  pmix["PMIX_RANK"] = "5";
+  expect_launch(pmix, Launcher::kMpi, "srun", false);
+}
+
+// It would train alone, and so would all the others.
+TEST(Launch, RefusesAHalfSetEnvironment) {
+  expect_refused({{"RANK", "0"}}, "RANK is set and WORLD_SIZE is not");
+  expect_refused({{"WORLD_SIZE", "2"}}, "WORLD_SIZE is set and RANK is not");
+  expect_refused({{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "WORLD_SIZE is set and LOCAL_RANK is not");
+  expect_refused({{"OMPI_COMM_WORLD_RANK", "1"}},
+                 "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not");
+  expect_refused({{"OMPI_COMM_WORLD_SIZE", "2"}},
+                 "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK is not");
+  expect_refused({{"SLURM_STEP_NUM_TASKS", "2"}}, "SLURM_STEP_NUM_TASKS is set and SLURM_PROCID is not");
+  expect_refused({{"SLURM_PROCID", "1"}}, "SLURM_PROCID is set and SLURM_STEP_NUM_TASKS is not");
+}
+
+TEST(Launch, ASlurmBatchScriptIsOneProcess) {
+  const Environment environment({{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_JOB_ID", "7"}});
+  EXPECT_EQ(launch_from_environment().launcher, Launcher::kNone);
+}
+
+TEST(Launch, RefusesNumbersThatAreNone) {
+  expect_refused({{"RANK", "one"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
+                 "RANK must be an integer from 0; it is 'one'");
+  expect_refused({{"RANK", "-1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
+                 "RANK must be an integer from 0; it is '-1'");
+  expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "0"}, {"LOCAL_RANK", "0"}},
+                 "WORLD_SIZE must be an integer from 1; it is '0'");
+  expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
+                 "RANK is 2 and WORLD_SIZE is 2: a rank is below the number of ranks");
+}
+
+// MPICH and Intel MPI: agoq's ranks meet by Open MPI, which would leave each process alone.
+TEST(Launch, RefusesTheLauncherOfAnotherMpi) {
+  expect_refused({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "another MPI");
+  const Environment one(Variables{{"PMI_SIZE", "1"}});
+  EXPECT_EQ(launch_from_environment().launcher, Launcher::kNone);
+}
+
+}  // namespace
+}  // namespace agoq
