@@ -6,14 +6,17 @@
 #include <CLI/Formatter.hpp>
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <new>
 #include <sstream>
+#include <thread>
 
 #include "cli/build_info.h"
 #include "cli/command.h"
+#include "cli/process_ranks.h"
 #include "core/error.h"
 #include "core/nearest_name.h"
 
@@ -34,7 +37,11 @@ void flush_output() {
 int report(std::string text, int status) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   std::fflush(stdout);
-  if (text.empty()) return status;  // another rank says it (comm/together.h)
+  if (text.empty()) {
+    // Another rank says it (comm/together.h), which a launcher may end as soon as this one has.
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    return status;
+  }
   // Not fmt::print, which throws where stderr is closed: then there is nobody to tell.
   text = "agoq: " + text + "\n";
   std::fwrite(text.data(), 1, text.size(), stderr);
@@ -48,28 +55,69 @@ bool read_integer(const std::string& text, std::int64_t& value) {
   return error == std::errc() && last == end;
 }
 
-int report_parse_error(const CLI::ParseError& error, int argc, char** argv,
-                       const std::vector<Command>& commands) {
+/// What is wrong with the command line, and what to do.
+std::string text_of(const CLI::ParseError& error, int argc, char** argv,
+                    const std::vector<Command>& commands) {
   const std::string first = argc > 1 ? argv[1] : "";
   std::vector<std::string_view> names;
   for (const Command& command : commands) {
     if (command.name == first) {
-      return report(
-          fmt::format("{}: {} (agoq {} --help shows the arguments)", first, error.what(), first),
-          kBadInput);
+      return fmt::format("{}: {} (agoq {} --help shows the arguments)", first, error.what(), first);
     }
     names.push_back(command.name);
   }
-  if (first.empty() || first[0] == '-') {
-    return report(fmt::format("{} (agoq --help shows the commands)", error.what()), kBadInput);
-  }
+  if (first.empty() || first[0] == '-')
+    return fmt::format("{} (agoq --help shows the commands)", error.what());
   const std::string_view nearest = nearest_name(first, names);
-  if (nearest.empty()) {
-    return report(
-        fmt::format("unknown command '{}'; the commands are {}", first, fmt::join(names, ", ")),
-        kBadInput);
+  if (nearest.empty())
+    return fmt::format("unknown command '{}'; the commands are {}", first, fmt::join(names, ", "));
+  return fmt::format("unknown command '{}'; did you mean {}?", first, nearest);
+}
+
+/// What the command line asks for.
+struct Parsed {
+  const Command* command = nullptr;
+  Action action;
+  std::string help;   // to be printed instead
+  std::string error;  // or what is wrong
+};
+
+Parsed parse(int argc, char** argv, const std::vector<Command>& commands, const std::string& opening) {
+  CLI::App app(opening, "agoq");
+  app.set_version_flag("--version", build_info().version);
+  app.require_subcommand(0, 1);
+  Parsed parsed;
+  for (const Command& command : commands) {
+    CLI::App* subcommand = app.add_subcommand(command.name, command.summary);
+    Arguments arguments(*subcommand);
+    subcommand->callback([&parsed, &command, declared = command.declare(arguments)] {
+      parsed.command = &command;
+      parsed.action = declared;
+    });
   }
-  return report(fmt::format("unknown command '{}'; did you mean {}?", first, nearest), kBadInput);
+  try {
+    app.parse(argc, argv);
+    if (parsed.command == nullptr) parsed.help = app.help();
+  } catch (const CLI::Success& success) {  // --help, --version
+    std::ostringstream text;
+    app.exit(success, text, text);
+    parsed.help = text.str();
+  } catch (const CLI::ParseError& error) {
+    parsed.error = text_of(error, argc, argv, commands);
+  }
+  return parsed;
+}
+
+/// What was parsed, on the ranks that it is for.
+void run(const Parsed& parsed, ProcessRanks& ranks) {
+  if (!parsed.error.empty()) ranks.together([&] { fail_input("{}", parsed.error); });
+  if (parsed.command == nullptr) {
+    if (ranks.leads()) fmt::print("{}", parsed.help);
+    return;
+  }
+  if (parsed.command->processes == Processes::kOne && !ranks.works_alone(parsed.command->name)) return;
+  ranks.set_command(parsed.command->name);
+  parsed.action(ranks);
 }
 
 }  // namespace
@@ -120,27 +168,10 @@ void Arguments::flag(const std::string& name, bool& value, const std::string& de
 
 int run_command_line(int argc, char** argv, const std::vector<Command>& commands,
                      const std::string& opening) {
-  CLI::App app(opening, "agoq");
-  app.set_version_flag("--version", build_info().version);
-  app.require_subcommand(0, 1);
-  Action action;
-  for (const Command& command : commands) {
-    CLI::App* subcommand = app.add_subcommand(command.name, command.summary);
-    Arguments arguments(*subcommand);
-    subcommand->callback([&action, declared = command.declare(arguments)] { action = declared; });
-  }
   try {
-    try {
-      app.parse(argc, argv);
-    } catch (const CLI::Success& success) {  // --help, --version
-      std::ostringstream text;
-      app.exit(success, text, text);
-      action = [help = text.str()] { fmt::print("{}", help); };
-    } catch (const CLI::ParseError& error) {
-      return report_parse_error(error, argc, argv, commands);
-    }
-    if (!action) action = [&app] { fmt::print("{}", app.help()); };
-    action();
+    const Parsed parsed = parse(argc, argv, commands, opening);
+    ProcessRanks ranks;
+    run(parsed, ranks);
     flush_output();
     return kDone;
   } catch (const Error& error) {

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,6 +18,7 @@
 #include "cli/table.h"
 #include "comm/communication_benchmark.h"
 #include "core/quantity.h"
+#include "train/progress.h"
 #include "train/step_benchmark.h"
 
 namespace agoq {
@@ -188,19 +190,26 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
              config.run.micro_batches, name_of(config.activations.policy));
 }
 
-void bench_step(const BenchArguments& arguments) {
-  check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
-              "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
-  check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
-              "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
-  ProcessRanks ranks;
+// Where one of several ranks fails.
+constexpr const char* kAdvice = "start the measurement again";
+
+void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
   RunConfig config;
-  ranks.together([&] { config = load_run_config(arguments.what[1], arguments.settings); });
+  ranks.together([&] {
+    check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
+                "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
+    check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
+                "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
+    config = load_run_config(arguments.what[1], arguments.settings);
+    ranks.set_timeout(config.parallel.timeout_seconds);
+  });
   StepBenchmarkOptions options;
   options.steps = static_cast<int>(arguments.steps);
   options.warmup_steps = static_cast<int>(arguments.warmup);
   Backend& backend = ranks.join(config.run.device, world_options(config, "."), config.run.threads);
-  const StepBenchmark step = benchmark_step(config, backend, ranks.all(), options);
+  StepBenchmark step;
+  ranks.watched({.timeout_seconds = config.parallel.timeout_seconds, .advice = kAdvice}, "bench step",
+                [&] { step = benchmark_step(config, backend, ranks.all(), options); });
   ranks.leave();
   if (!ranks.leads()) return;
   if (arguments.json) {
@@ -281,52 +290,74 @@ void print_comm_json(const Communicator& ranks, const Backend& backend,
   fmt::print("{}\n", to_text(json));
 }
 
-void bench_comm(const BenchArguments& arguments) {
-  check_input(0 <= arguments.elements && arguments.elements <= kMostElements,
-              "--elements is a multiple of {} up to {}, or 0 for the usual sizes; {} was given",
-              kBenchmarkWidth, kMostElements, arguments.elements);
-  check_input(1 <= arguments.bucket, "--bucket is at least 1; {} was given", arguments.bucket);
-  check_input(1 <= arguments.repetitions && arguments.repetitions <= kMostSteps,
-              "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
-  check_input(0 <= arguments.nccl_max_ctas && arguments.nccl_max_ctas <= kMostCtas,
-              "--nccl-max-ctas is from 0 to {}; {} was given", kMostCtas, arguments.nccl_max_ctas);
-  check_input(arguments.timeout > 0, "--timeout is above 0; {} was given", arguments.timeout);
-  const BackendKind device = device_named(arguments.device);
-  ProcessRanks ranks;
-  Backend& backend = ranks.join(device,
-                                {arguments.rendezvous, arguments.timeout,
-                                 static_cast<int>(arguments.nccl_max_ctas), !arguments.no_peer_copies},
-                                0);
+void bench_comm(const BenchArguments& arguments, ProcessRanks& ranks) {
+  BackendKind device = BackendKind::kCpu;
   std::vector<std::int64_t> sizes{arguments.elements};
-  if (arguments.elements == 0) {
-    sizes.assign(std::begin(kReducedElements), arguments.device == "cuda"
-                                                   ? std::end(kReducedElements)
-                                                   : std::begin(kReducedElements) + kHostSizes);
-  }
+  ranks.together([&] {
+    check_input(0 <= arguments.elements && arguments.elements <= kMostElements,
+                "--elements is a multiple of {} up to {}, or 0 for the usual sizes; {} was given",
+                kBenchmarkWidth, kMostElements, arguments.elements);
+    check_input(1 <= arguments.bucket, "--bucket is at least 1; {} was given", arguments.bucket);
+    check_input(1 <= arguments.repetitions && arguments.repetitions <= kMostSteps,
+                "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
+    check_input(0 <= arguments.nccl_max_ctas && arguments.nccl_max_ctas <= kMostCtas,
+                "--nccl-max-ctas is from 0 to {}; {} was given", kMostCtas, arguments.nccl_max_ctas);
+    check_input(arguments.timeout >= kShortestTimeout && std::isfinite(arguments.timeout),
+                "--timeout is {:g} s or more; {} was given", kShortestTimeout, arguments.timeout);
+    device = device_named(arguments.device);
+    if (arguments.elements == 0) {
+      sizes.assign(std::begin(kReducedElements), device == BackendKind::kCuda
+                                                     ? std::end(kReducedElements)
+                                                     : std::begin(kReducedElements) + kHostSizes);
+    }
+    for (const std::int64_t elements : sizes) expect_measurable(elements, ranks.size());
+    ranks.set_timeout(arguments.timeout);
+  });
+  Backend& backend = ranks.join(device,
+                                {.rendezvous_directory = arguments.rendezvous,
+                                 .timeout_seconds = arguments.timeout,
+                                 .nccl_max_ctas = static_cast<int>(arguments.nccl_max_ctas),
+                                 .peer_copies = !arguments.no_peer_copies},
+                                0);
   CommunicationBenchmarkOptions options;
   options.repetitions = static_cast<int>(arguments.repetitions);
   options.bucket_elements = arguments.bucket;
+  // It takes minutes where gradients are many and links slow.
+  if (ranks.leads())
+    options.notice = [](const CommunicationTime& time) {
+      print_notice(fmt::format("{} elements, {}: {:.4f} ms", format_count(time.elements),
+                               name_of(time.variant), 1e3 * time.seconds));
+    };
   std::vector<CommunicationTime> times;
-  for (const std::int64_t elements : sizes) {
-    for (const CommunicationTime& time :
-         measure_communication(ranks.all(), backend, elements, options)) {
-      times.push_back(time);
-    }
-  }
+  ranks.watched({.timeout_seconds = arguments.timeout, .advice = kAdvice, .setting = "--timeout"},
+                "bench comm", [&] {
+                  for (const std::int64_t elements : sizes) {
+                    for (const CommunicationTime& time :
+                         measure_communication(ranks.all(), backend, elements, options)) {
+                      times.push_back(time);
+                    }
+                  }
+                });
   if (ranks.leads() && arguments.json) print_comm_json(ranks.all(), backend, times);
   if (ranks.leads() && !arguments.json) print_comm_table(ranks.all(), backend, times);
   ranks.leave();
 }
 
-void run_bench(const BenchArguments& arguments) {
-  if (arguments.what.front() == "kernels" && arguments.what.size() == 1) return bench_kernels(arguments);
-  if (arguments.what.front() == "step" && arguments.what.size() == 2) return bench_step(arguments);
-  if (arguments.what.front() == "comm" && arguments.what.size() == 1) return bench_comm(arguments);
-  fail_input(
-      "'agoq bench kernels', 'agoq bench step CONFIG' and 'agoq bench comm' are what there is; 'agoq "
-      "bench "
-      "{}' was given",
-      fmt::join(arguments.what, " "));
+void run_bench(const BenchArguments& arguments, ProcessRanks& ranks) {
+  if (arguments.what.front() == "kernels" && arguments.what.size() == 1) {
+    if (ranks.works_alone("bench kernels")) bench_kernels(arguments);
+    return;
+  }
+  if (arguments.what.front() == "step" && arguments.what.size() == 2)
+    return bench_step(arguments, ranks);
+  if (arguments.what.front() == "comm" && arguments.what.size() == 1)
+    return bench_comm(arguments, ranks);
+  ranks.together([&] {
+    fail_input(
+        "'agoq bench kernels', 'agoq bench step CONFIG' and 'agoq bench comm' are what there is; 'agoq "
+        "bench {}' was given",
+        fmt::join(arguments.what, " "));
+  });
 }
 
 }  // namespace
@@ -359,7 +390,7 @@ Action declare_bench(Arguments& arguments) {
       "--rendezvous", "DIR", given->rendezvous,
       "comm: a directory that all ranks see, for those on GPUs that were started without MPI");
   arguments.flag("--json", given->json, "print JSON");
-  return [given] { run_bench(*given); };
+  return [given](ProcessRanks& ranks) { run_bench(*given, ranks); };
 }
 
 }  // namespace agoq

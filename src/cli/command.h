@@ -17,6 +17,8 @@ class App;
 
 namespace agoq {
 
+class ProcessRanks;
+
 /// The arguments of one subcommand. Values are written when the command line is parsed and must live
 /// until the action has run; what stands in them before is the default that --help shows.
 class Arguments {
@@ -46,18 +48,22 @@ class Arguments {
   CLI::App& app_;
 };
 
-/// Runs a command: prints to stdout, throws Error.
-using Action = std::function<void()>;
+/// Runs a command: prints to stdout, throws Error. Of several ranks (cli/process_ranks.h), which run
+/// on each of them where the command is one for several processes, and on rank 0 alone otherwise.
+using Action = std::function<void(ProcessRanks&)>;
+
+enum class Processes : std::uint8_t { kOne, kSeveral };
 
 struct Command {
   std::string name;
   std::string summary;
   Action (*declare)(Arguments&);
+  Processes processes = Processes::kOne;
 };
 
 /// Parses the command line and runs the command it names. Returns the exit status: 0 done, 1 the run
-/// failed, 2 bad input; an error is one line on stderr, "agoq: ...". `opening` is the help's first
-/// paragraph.
+/// failed, 2 bad input; an error is one line on stderr, "agoq: ...", of all ranks where there are
+/// several. `opening` is the help's first paragraph.
 int run_command_line(int argc, char** argv, const std::vector<Command>& commands,
                      const std::string& opening);
 

@@ -61,7 +61,7 @@ Action declare_eval(Arguments& arguments) {
                    "A text file or folder, all of it; default: the run's validation documents");
   arguments.option("--device", "NAME", given->device, kDeviceOptionHelp);
   arguments.flag("--json", given->json, "Print JSON");
-  return [given] { evaluate(*given); };
+  return [given](ProcessRanks&) { evaluate(*given); };
 }
 
 }  // namespace agoq

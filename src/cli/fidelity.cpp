@@ -100,7 +100,7 @@ Action declare_fidelity(Arguments& arguments) {
                    "Sequences of the validation documents; 0: 16,384 tokens");
   arguments.option("--device", "NAME", given->device, kDeviceOptionHelp);
   arguments.flag("--json", given->json, "Print JSON");
-  return [given] { measure(*given); };
+  return [given](ProcessRanks&) { measure(*given); };
 }
 
 }  // namespace agoq

@@ -148,7 +148,7 @@ void run_formats(bool json) {
 Action declare_formats(Arguments& arguments) {
   const auto json = std::make_shared<bool>(false);
   arguments.flag("--json", *json, "print JSON");
-  return [json] { run_formats(*json); };
+  return [json](ProcessRanks&) { run_formats(*json); };
 }
 
 }  // namespace agoq

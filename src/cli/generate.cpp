@@ -25,7 +25,7 @@ Action declare_generate(Arguments& arguments) {
                    "0: always the most likely token");
   arguments.option("--seed", "N", given->seed, "The same seed gives the same text");
   arguments.option("--device", "NAME", given->device, kDeviceOptionHelp);
-  return [given] {
+  return [given](ProcessRanks&) {
     check_input(given->generation.tokens >= 0, "--tokens must not be negative; {} was given",
                 given->generation.tokens);
     check_input(given->seed >= 0, "--seed must not be negative; {} was given", given->seed);

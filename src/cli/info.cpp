@@ -99,7 +99,7 @@ void print_info_json() {
 Action declare_info(Arguments& arguments) {
   const auto json = std::make_shared<bool>(false);
   arguments.flag("--json", *json, "Print JSON");
-  return [json] { *json ? print_info_json() : print_info(); };
+  return [json](ProcessRanks&) { *json ? print_info_json() : print_info(); };
 }
 
 }  // namespace agoq

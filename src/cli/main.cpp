@@ -39,7 +39,8 @@ int main(int argc, char** argv) {
   return agoq::run_command_line(
       argc, argv,
       {
-          {"train", "Train what a configuration describes", agoq::declare_train},
+          {"train", "Train what a configuration describes", agoq::declare_train,
+           agoq::Processes::kSeveral},
           {"plan", "Print what a run will hold in memory, before it runs", agoq::declare_plan},
           {"eval", "Print a trained model's loss on text", agoq::declare_eval},
           {"generate", "Let a trained model write", agoq::declare_generate},
@@ -47,7 +48,8 @@ int main(int argc, char** argv) {
           {"formats", "Print every format's bits per element and measured error", agoq::declare_formats},
           {"fidelity", "Measure what stored activations lose on a trained model",
            agoq::declare_fidelity},
-          {"bench", "Measure the speed of the engine's operations", agoq::declare_bench},
+          {"bench", "Measure the speed of the engine's operations", agoq::declare_bench,
+           agoq::Processes::kSeveral},
           {"info", "Print the program's version, its libraries and this machine", agoq::declare_info},
       },
       "agoq trains LLaMA-style models with about 4 bits per saved activation and 8 bits per main\n"

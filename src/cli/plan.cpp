@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cli/command.h"
+#include "cli/process_ranks.h"
 #include "cli/table.h"
 #include "core/quantity.h"
 #include "train/run_plan.h"
@@ -92,6 +93,12 @@ void print_classes(const RunPlan& plan) {
   fmt::print("{}", table.to_string());
 }
 
+std::string ranks_text(const RunConfig& config) {
+  if (config.parallel.ranks == 1) return "1 rank (parallel.ranks plans for more)";
+  return fmt::format("{} ranks, {}: what one of them holds", config.parallel.ranks,
+                     reduction_of(config));
+}
+
 bool all_exist(const std::vector<std::string>& paths) {
   return !paths.empty() && std::all_of(paths.begin(), paths.end(), [](const std::string& path) {
     std::error_code error;  // a path that cannot be looked at is not at hand
@@ -99,8 +106,10 @@ bool all_exist(const std::vector<std::string>& paths) {
   });
 }
 
-void plan_command(const PlanArguments& arguments) {
-  const RunConfig config = load_run_config(arguments.config, arguments.settings);
+void plan_command(const PlanArguments& arguments, int launched) {
+  RunConfig config = load_run_config(arguments.config, arguments.settings);
+  // 0 stands for as many as are launched with it, be it by `mpirun -np 4 agoq plan`.
+  if (config.parallel.ranks == 0) config.parallel.ranks = launched;
   const bool found = all_exist(config.data.paths);
   const std::size_t data_bytes = found ? Dataset::load(config.data).bytes() : 0;
   const RunPlan plan =
@@ -110,9 +119,10 @@ void plan_command(const PlanArguments& arguments) {
     return;
   }
   fmt::print(
-      "{} parameters in {}, policy {}, {} tokens a micro-batch ({} x {}), {} micro-batches a step\n\n",
+      "{} parameters in {}, policy {}, {} tokens a micro-batch ({} x {}), {} micro-batches a "
+      "step\n{}\n\n",
       plan.parameters, name_of(config.model.dtype), name_of(config.activations.policy), plan.tokens,
-      config.run.micro_batch, config.run.sequence, config.run.micro_batches);
+      config.run.micro_batch, config.run.sequence, config.run.micro_batches, ranks_text(config));
   print_slots(plan);
   print_classes(plan);
   if (plan.attention_groups > 1) {
@@ -136,7 +146,7 @@ Action declare_plan(Arguments& arguments) {
   arguments.positional("CONFIG", given->config, "The run's configuration (TOML)");
   arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting");
   arguments.flag("--json", given->json, "Print JSON");
-  return [given] { plan_command(*given); };
+  return [given](ProcessRanks& ranks) { plan_command(*given, ranks.size()); };
 }
 
 }  // namespace agoq

@@ -5,23 +5,80 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cli/build_info.h"
 #include "comm/together.h"
+#include "train/progress.h"
 #include "train/rank_agreement.h"
 
 namespace agoq {
 
+namespace {
+
+// What ranks on a busy machine need to start.
+constexpr double kShortestMeeting = 10;
+
+/// Which agoq this is, for the other ranks.
+std::string program() { return fmt::format("{} {}", build_info().version, build_info().commit); }
+
+}  // namespace
+
 WorldOptions world_options(const RunConfig& config, const std::string& rendezvous_directory) {
-  return {rendezvous_directory, config.parallel.timeout_seconds, config.parallel.nccl_max_ctas,
-          config.parallel.peer_copies};
+  return {.rendezvous_directory = rendezvous_directory,
+          .timeout_seconds = config.parallel.timeout_seconds,
+          .nccl_max_ctas = config.parallel.nccl_max_ctas,
+          .peer_copies = config.parallel.peer_copies};
 }
 
-ProcessRanks::ProcessRanks() : launch_(launch_from_environment()), hosts_(meet(launch_)) {}
+ProcessRanks::ProcessRanks() : meeting_seconds_(WorldOptions{}.timeout_seconds) {
+  try {
+    launch_ = launch_from_environment();
+  } catch (const Error& error) {
+    unknown_ = error;
+  }
+}
 
-void ProcessRanks::together(const std::function<void()>& work) { agoq::together(*hosts_, work); }
+bool ProcessRanks::works_alone(const std::string& what) const {
+  if (launch_.size > 1 && leads()) {
+    print_notice(fmt::format("{} works in one process: rank 0 of {} does, the others do nothing", what,
+                             launch_.size));
+  }
+  return leads();
+}
+
+void ProcessRanks::set_timeout(double seconds) {
+  meeting_seconds_ = std::max(seconds, kShortestMeeting);
+}
+
+void ProcessRanks::together(const std::function<void()>& work) {
+  std::optional<Error> failure;
+  try {
+    work();
+  } catch (const Error& error) {
+    failure = error;
+  }
+  const auto fail = [&] {
+    if (failure) throw Error(*failure);
+  };
+  if (hosts_ == nullptr) {
+    try {
+      if (unknown_) throw Error(*unknown_);
+      hosts_ = meet(launch_, program(), meeting_seconds_);
+    } catch (const AgreedError&) {
+      throw;
+    } catch (const Error&) {
+      fail();  // what was wrong first
+      throw;
+    }
+  }
+  if (launch_.launcher == Launcher::kMpi) return agoq::together(*hosts_, fail);
+  alike_on_a_machine(launch_, fail);
+}
 
 Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std::int64_t threads) {
-  // One communicator carries the data of one kind of device: ranks with another would wait for it.
-  expect_agreement(*hosts_, {{"the device", device == BackendKind::kCpu ? "cpu" : "cuda"}});
+  // Ranks that do something else would exchange something else, and one communicator carries the data of
+  // one kind of device: ranks with another would wait for it.
+  expect_agreement(*hosts_, {{"the command", command_},
+                             {"the device", device == BackendKind::kCpu ? "cpu" : "cuda"}});
   if (threads > 0) {
     omp_set_num_threads(static_cast<int>(threads));
   } else if (launch_.local_size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
@@ -29,13 +86,22 @@ Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std
     omp_set_num_threads(std::max(1, omp_get_num_procs() / launch_.local_size));
   }
   Backend* backend = nullptr;
-  together([&] {
+  agoq::together(*hosts_, [&] {
     backend = &backend_of(device);
     backend->use_device(launch_.local_rank);
   });
-  ranks_ = world(launch_, *backend, options);
+  WorldOptions of_program = options;
+  of_program.program = program();
+  ranks_ = world(launch_, *backend, of_program);
   hosts_.reset();
   return *backend;
+}
+
+void ProcessRanks::watched(const RankWatchOptions& options, const std::string& doing,
+                           const std::function<void()>& work) {
+  RankWatch watch(*ranks_, options);
+  watch.doing("{}", doing);
+  watch.run(work);
 }
 
 void ProcessRanks::leave() {

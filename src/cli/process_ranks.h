@@ -4,11 +4,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "backend/backend.h"
 #include "comm/communicator.h"
 #include "comm/launch.h"
+#include "comm/rank_watch.h"
+#include "core/error.h"
 #include "train/run_config.h"
 
 namespace agoq {
@@ -18,28 +21,49 @@ WorldOptions world_options(const RunConfig& config, const std::string& rendezvou
 
 class ProcessRanks {
  public:
-  /// Learns this process's place and, where MPI launched it, meets the other ranks. Collective.
+  /// Learns this process's place. Where its launcher's variables say none (launch_from_environment()),
+  /// the process is alone, and together() refuses.
   ProcessRanks();
 
-  /// Runs `work`, which may refuse what the ranks were given. Where MPI launched them, it fails on all
-  /// when it fails on one, with one line (comm/together.h). Collective; before join().
+  int size() const { return launch_.size; }
+  /// Rank 0 prints.
+  bool leads() const { return launch_.rank == 0; }
+  /// For what works in one process: whether this is the one. Where there are several it is rank 0, which
+  /// says so on stderr; `what` is the command.
+  bool works_alone(const std::string& what) const;
+
+  /// The command that this process runs, which has to be that of all of them.
+  void set_command(const std::string& command) { command_ = command; }
+  /// How long the first together() waits for a rank that does not come, if it is longer than what ranks
+  /// on a busy machine need to start.
+  void set_timeout(double seconds);
+  /// Runs `work`, which may refuse what the ranks were given; the first time, meets the others. Where
+  /// MPI launched them, it fails on all when it fails on one, with one line (comm/together.h); elsewhere
+  /// the first rank of a machine speaks for it. Collective; before join().
   void together(const std::function<void()>& work);
 
   /// Takes the rank's device, the same kind on all, and its share of the machine's processors
-  /// (`threads`, unless 0), and makes the ranks' communicator. Collective. Throws Error (kInput) where
-  /// the ranks were told of different devices, or this one has none.
+  /// (`threads`, unless 0), and makes the ranks' communicator. Collective, behind a together(). Throws
+  /// Error (kInput) where the ranks run different commands or were told of different devices, or this
+  /// one has none.
   Backend& join(BackendKind device, const WorldOptions& options, std::int64_t threads);
 
   /// After join().
   Communicator& all() { return *ranks_; }
-  /// Rank 0 prints.
-  bool leads() const { return launch_.rank == 0; }
+  /// Runs `work`, which all ranks do together after join(), and watches them meanwhile
+  /// (comm/rank_watch.h): one that is lost, is late or fails ends all with one line. `doing` is what
+  /// they do.
+  void watched(const RankWatchOptions& options, const std::string& doing,
+               const std::function<void()>& work);
   /// At the regular end of the command, instead of the destructor alone: the others are waited for.
   void leave();
 
  private:
   Launch launch_;
-  std::unique_ptr<Communicator> hosts_;  // until the devices' communicator is there
+  std::optional<Error> unknown_;  // why launch_ is not known
+  std::string command_;
+  double meeting_seconds_;
+  std::unique_ptr<Communicator> hosts_;  // from the first together() to join()
   std::unique_ptr<Communicator> ranks_;
 };
 

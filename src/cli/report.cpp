@@ -49,7 +49,7 @@ Action declare_report(Arguments& arguments) {
   arguments.positional("RUN", given->runs, "Run directories; ratios are against the first");
   arguments.option("--out", "FILE", given->out, "Write the JSON there, whatever is printed");
   arguments.flag("--json", given->json, "Print JSON");
-  return [given] { report(*given); };
+  return [given](ProcessRanks&) { report(*given); };
 }
 
 }  // namespace agoq

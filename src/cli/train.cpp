@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "backend/profiled_backend.h"
-#include "cli/build_info.h"
 #include "cli/command.h"
 #include "cli/operation_table.h"
 #include "cli/process_ranks.h"
@@ -24,20 +23,19 @@ struct TrainArguments {
   bool json = false;
 };
 
-void train(const TrainArguments& arguments) {
+void train(const TrainArguments& arguments, ProcessRanks& ranks) {
   // `agoq train run.toml | head`: to the run a reader who left is an error of writing, after which it
   // saves a checkpoint; the signal would end it at once.
   std::signal(SIGPIPE, SIG_IGN);
-  ProcessRanks ranks;
   RunConfig config;
   ranks.together([&] {
     check_input(!(arguments.resume && arguments.overwrite),
                 "--resume goes on with a run and --overwrite removes it: give one of them");
     config = load_run_config(arguments.config, arguments.settings);
+    ranks.set_timeout(config.parallel.timeout_seconds);
   });
   RunOptions options;
   options.show_progress = !arguments.json;
-  options.program = fmt::format("{} {}", build_info().version, build_info().commit);
   if (arguments.resume) options.start = RunStart::kResume;
   if (arguments.overwrite) options.start = RunStart::kOverwrite;
   Backend& backend =
@@ -73,7 +71,7 @@ Action declare_train(Arguments& arguments) {
   arguments.flag("--profile", given->profile,
                  "Time each operation by itself and print what it took; the run is slower for it");
   arguments.flag("--json", given->json, "Print the summary as JSON, and no progress");
-  return [given] { train(*given); };
+  return [given](ProcessRanks& ranks) { train(*given, ranks); };
 }
 
 }  // namespace agoq

@@ -68,6 +68,7 @@ class Benchmark {
       const Arena::Scope scope(memory_);
       times.push_back((this->*variant)());
       times.back().elements = rows_ * kBenchmarkWidth;
+      if (options_.notice && !is_measuring()) options_.notice(times.back());
     };
     run(&Benchmark::exchange);
     run(&Benchmark::quangrad);
@@ -371,17 +372,21 @@ CommunicationVariant control_of(CommunicationVariant variant) {
              : CommunicationVariant::kFp32;
 }
 
-std::vector<CommunicationTime> measure_communication(Communicator& ranks, Backend& backend,
-                                                     std::int64_t elements,
-                                                     const CommunicationBenchmarkOptions& options) {
+void expect_measurable(std::int64_t elements, int ranks) {
   check_input(
-      ranks.size() > 1,
+      ranks > 1,
       "bench comm measures what ranks exchange, and there is one: start several (mpirun -np 2 agoq "
       "bench comm)");
   check_input(
-      elements % kBenchmarkWidth == 0 && elements / kBenchmarkWidth >= ranks.size(),
+      elements % kBenchmarkWidth == 0 && elements / kBenchmarkWidth >= ranks,
       "--elements is a multiple of {} with a row of so many for each of the {} ranks; {} was given",
-      kBenchmarkWidth, ranks.size(), elements);
+      kBenchmarkWidth, ranks, elements);
+}
+
+std::vector<CommunicationTime> measure_communication(Communicator& ranks, Backend& backend,
+                                                     std::int64_t elements,
+                                                     const CommunicationBenchmarkOptions& options) {
+  expect_measurable(elements, ranks.size());
   Arena planned_memory = Arena::measuring("gradients");
   Arena planned_workspace = Arena::measuring("workspace");
   Benchmark(ranks, backend, elements, options, planned_memory, planned_workspace).measure();

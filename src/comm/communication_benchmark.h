@@ -22,11 +22,6 @@
 
 namespace agoq {
 
-struct CommunicationBenchmarkOptions {
-  int repetitions = 10;  // timed; each of several calls where these are short
-  std::int64_t bucket_elements = std::int64_t{1} << 27;  // over all ranks' shards, as in training
-};
-
 enum class CommunicationVariant : std::uint8_t {
   kExchange,  // plain bytes to the next rank: the speed of the link
   kQuanGrad,  // all-reduce of e4m3/128/fp32
@@ -49,11 +44,22 @@ struct CommunicationTime {
   double bus_bytes_per_second() const { return static_cast<double>(wire_bytes) / seconds; }
 };
 
+struct CommunicationBenchmarkOptions {
+  int repetitions = 10;  // timed; each of several calls where these are short
+  std::int64_t bucket_elements = std::int64_t{1} << 27;  // over all ranks' shards, as in training
+  /// Gets each time as soon as it is known.
+  std::function<void(const CommunicationTime&)> notice = {};
+};
+
 /// Elements of a row of the gradients that are reduced.
 inline constexpr std::int64_t kBenchmarkWidth = 4096;
 
-/// All variants at one size, a multiple of kBenchmarkWidth with a row for every rank. Collective: every
-/// rank gets the same times. Throws Error (kFailure) when a result is not the sum.
+/// Throws Error (kInput) unless `elements` are a multiple of kBenchmarkWidth with a row for every one of
+/// several ranks.
+void expect_measurable(std::int64_t elements, int ranks);
+
+/// All variants at one size that is measurable. Collective: every rank gets the same times. Throws Error
+/// (kFailure) when a result is not the sum.
 std::vector<CommunicationTime> measure_communication(Communicator& ranks, Backend& backend,
                                                      std::int64_t elements,
                                                      const CommunicationBenchmarkOptions& options);

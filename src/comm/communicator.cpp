@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "comm/exchange_checks.h"
+#include "comm/rank_names.h"
 
 namespace agoq {
 namespace {
@@ -60,7 +62,30 @@ class PlannedRanks : public Communicator {
   int size_;
 };
 
+std::string late_predicate(const std::string& operation, double seconds) {
+  return fmt::format("did not come to {} within {:g} s", operation, seconds);
+}
+
+/// Of two ranks the other is missing, whether the transport knows it or not.
+std::vector<int> known(const Communicator& group, std::vector<int> missing) {
+  if (missing.empty() && group.size() == 2) missing.push_back(1 - group.rank());
+  return missing;
+}
+
+std::string late_ranks(const Communicator& group, const std::vector<int>& missing) {
+  return missing.empty() ? fmt::format("one or more of {} ranks", group.size()) : name_ranks(missing);
+}
+
 }  // namespace
+
+LateError::LateError(const Communicator& group, const std::string& operation, double seconds,
+                     std::vector<int> missing)
+    : Error(ErrorKind::kFailure,
+            fmt::format("{} {}: rank {} has waited for it; look at what it printed, and start all again",
+                        late_ranks(group, known(group, missing)), late_predicate(operation, seconds),
+                        group.rank())),
+      missing_(known(group, std::move(missing))),
+      predicate_(late_predicate(operation, seconds)) {}
 
 std::unique_ptr<Communicator> planned_ranks(int size) { return std::make_unique<PlannedRanks>(size); }
 

@@ -7,26 +7,47 @@
 //     reused; on the CPU they are done on return. gather() is on host memory and waits.
 //   * On a measuring context nothing is exchanged.
 //   * A group of one is an ordinary group: the same calls, nothing to send.
-//   * An operation that does not complete within the timeout, or that the transport reports as failed,
-//     throws Error (kFailure) naming the ranks that are missing where the transport knows them.
+//   * An operation that does not complete within the timeout throws LateError; one that the transport
+//     reports as failed, Error (kFailure).
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "backend/context.h"
+#include "core/error.h"
 #include "core/tensor.h"
 
 namespace agoq {
+
+class Communicator;
 
 /// Bytes to or from one rank of the group.
 struct Message {
   int peer = 0;
   std::byte* memory = nullptr;  // backend memory
   std::size_t bytes = 0;
+};
+
+/// An operation that did not complete within the timeout.
+class LateError : public Error {
+ public:
+  /// `operation` is "an all-reduce"; `missing` are the ranks that did not come to it, none where the
+  /// transport does not know them.
+  LateError(const Communicator& group, const std::string& operation, double seconds,
+            std::vector<int> missing);
+
+  const std::vector<int>& missing() const { return missing_; }
+  /// "did not come to an all-reduce within 60 s"
+  const std::string& predicate() const { return predicate_; }
+
+ private:
+  std::vector<int> missing_;
+  std::string predicate_;
 };
 
 class Communicator {
@@ -57,6 +78,10 @@ class Communicator {
 
   /// all[r * bytes ...] = what rank r gave as `mine`, in host memory.
   virtual void gather(const void* mine, void* all, std::size_t bytes) = 0;
+
+  /// Operations that this rank has come to, which all ranks do in the same order: one that has come to
+  /// fewer is what the others wait for. May be called by any thread. 0 where nobody counts.
+  virtual std::uint64_t begun() const { return 0; }
 
   /// Seconds that an operation may take from now on; returns what it was before. For waiting where ranks
   /// may rightly be late by any time. A transport without a deadline takes no notice.

@@ -1,10 +1,20 @@
 #include "comm/launch.h"
 
-#include <charconv>
-#include <cstdlib>
-#include <optional>
+#include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "comm/greeting.h"
 #include "comm/nccl_id_file.h"
+#include "comm/together.h"
 #include "comm/transports.h"
 #include "core/error.h"
 
@@ -85,14 +95,51 @@ bool is_started_by(const Variables& of) {
   return rank && !(of.has_batch_scripts && *rank == "0");
 }
 
+/// Ends the process, with one line, when it still lives after `seconds`: for calls that nothing else
+/// gets back from.
+class Deadline {
+ public:
+  Deadline(double seconds, std::string line)
+      : thread_([this, seconds, line = std::move(line)] {
+          std::unique_lock lock(mutex_);
+          const bool met = condition_.wait_for(lock, std::chrono::duration<double>(seconds),
+                                               [this] { return is_met_; });
+          if (met) return;
+          const std::string text = "agoq: " + line + "\n";
+          [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
+          ::_exit(1);
+        }) {}
+  ~Deadline() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_met_ = true;
+    }
+    condition_.notify_one();
+    thread_.join();
+  }
+  Deadline(const Deadline&) = delete;
+  Deadline& operator=(const Deadline&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  bool is_met_ = false;
+  std::thread thread_;
+};
+
 /// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
 /// them would train the same.
 std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
-  std::unique_ptr<Communicator> ranks = mpi_transport().world(timeout_seconds);
-  check_input(ranks->size() == launch.size,
-              "{} started {} ranks and {} finds {}: they do not work together; start the ranks with the "
-              "mpirun of this MPI, or with srun --mpi=pmix where both were built for it",
-              launch.name, launch.size, ranks->description(), ranks->size());
+  MpiTransport* mpi = nullptr;
+  alike_on_a_machine(launch, [&] { mpi = &mpi_transport(); });
+  std::unique_ptr<Communicator> ranks = mpi->world(timeout_seconds);
+  alike_on_a_machine(launch, [&] {
+    check_input(
+        ranks->size() == launch.size,
+        "{} started {} ranks and {} finds {}: they do not work together; start the ranks with the "
+        "mpirun of this MPI, or with srun --mpi=pmix where both were built for it",
+        launch.name, launch.size, ranks->description(), ranks->size());
+  });
   return ranks;
 }
 
@@ -132,9 +179,28 @@ Launch launch_from_environment() {
   return {};
 }
 
-std::unique_ptr<Communicator> meet(const Launch& launch) {
+void alike_on_a_machine(const Launch& launch, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    if (launch.local_rank == 0) throw;
+    throw AgreedError(error.kind(), "");
+  }
+}
+
+std::unique_ptr<Communicator> meet(const Launch& launch, const std::string& program, double seconds) {
   if (launch.launcher != Launcher::kMpi) return single_rank();
-  return mpi_world(launch, WorldOptions{}.timeout_seconds);
+  std::unique_ptr<Communicator> ranks;
+  {
+    const Deadline deadline(
+        seconds + turn_seconds(launch.rank),
+        fmt::format("rank {} of {} has waited {:g} s for all others to come, and not all of them have: "
+                    "one has ended before or hangs; look at what it printed, and start all again",
+                    launch.rank, launch.size, seconds));
+    ranks = mpi_world(launch, WorldOptions{}.timeout_seconds);
+  }
+  greet(*ranks, program);
+  return ranks;
 }
 
 std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
@@ -142,22 +208,30 @@ std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend,
   if (launch.launcher == Launcher::kNone) return single_rank();
   const bool on_gpus = backend.device_memory().has_value();
   const NcclOptions nccl_options{options.timeout_seconds, options.nccl_max_ctas, options.peer_copies};
-  check_input(on_gpus || launch.launcher == Launcher::kMpi || launch.size == 1,
-              "{} started {} ranks on CPUs, whose data go by MPI: start them with mpirun or srun "
-              "--mpi=pmix, or set run.device=cuda",
-              launch.name, launch.size);
+  alike_on_a_machine(launch, [&] {
+    check_input(on_gpus || launch.launcher == Launcher::kMpi || launch.size == 1,
+                "{} started {} ranks on CPUs, whose data go by MPI: start them with mpirun or srun "
+                "--mpi=pmix, or set run.device=cuda",
+                launch.name, launch.size);
+  });
   if (launch.launcher == Launcher::kMpi) {
     std::unique_ptr<Communicator> ranks = mpi_world(launch, options.timeout_seconds);
     if (!on_gpus) return ranks;
-    NcclTransport& nccl = nccl_transport();
-    const NcclId id = ranks->gather_values(ranks->rank() == 0 ? nccl.new_id() : NcclId{}).front();
-    return nccl.join(id, ranks->rank(), ranks->size(), backend, nccl_options);
+    NcclTransport* nccl = nullptr;
+    NcclId id{};
+    together(*ranks, [&] {
+      nccl = &nccl_transport();
+      if (ranks->rank() == 0) id = nccl->new_id();
+    });
+    return nccl->join(ranks->gather_values(id).front(), ranks->rank(), ranks->size(), backend,
+                      nccl_options);
   }
   if (launch.size == 1) return single_rank();
-  NcclTransport& nccl = nccl_transport();
-  const NcclIdFile file(options.rendezvous_directory, launch, options.timeout_seconds);
-  const NcclId id = launch.rank == 0 ? file.publish(nccl.new_id()) : file.wait();
-  return nccl.join(id, launch.rank, launch.size, backend, nccl_options);
+  NcclTransport* nccl = nullptr;
+  alike_on_a_machine(launch, [&] { nccl = &nccl_transport(); });
+  const NcclIdFile file(options.rendezvous_directory, launch, options.program, options.timeout_seconds);
+  const NcclId id = launch.rank == 0 ? file.publish(nccl->new_id()) : file.wait();
+  return nccl->join(id, launch.rank, launch.size, backend, nccl_options);
 }
 
 void leave_world(const Launch& launch) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -38,15 +39,27 @@ bool launcher_forwards_output();
 
 /// The ranks of `launch` before they have devices, for what they agree on first: all of them where MPI
 /// launched them, elsewhere this one alone. Collective. Throws Error (kInput) where this build has no
-/// MPI.
-std::unique_ptr<Communicator> meet(const Launch& launch);
+/// MPI, or where not all of them run `program`, which names version and commit. Where one does not come
+/// within `seconds`, since it has ended before or hangs, this process ends in here with a line that says
+/// so, and exit status 1: MPI waits for it without end.
+std::unique_ptr<Communicator> meet(const Launch& launch, const std::string& program, double seconds);
+
+/// Runs `work` where ranks cannot speak with each other and it comes out alike for all of one machine:
+/// when it throws Error, the machine's first rank throws the same and the others an AgreedError
+/// (comm/together.h) without text.
+void alike_on_a_machine(const Launch& launch, const std::function<void()>& work);
+
+/// Of WorldOptions::timeout_seconds, the least: ranks on a busy machine are not held to be lost.
+inline constexpr double kShortestTimeout = 1;
 
 /// Of WorldOptions::nccl_max_ctas: NCCL has at most so many channels.
 inline constexpr int kMostCtas = 64;
 
 struct WorldOptions {
   /// Where NCCL's unique id goes from rank to rank without MPI: a directory that all of them see.
-  std::string rendezvous_directory;
+  std::string rendezvous_directory = {};
+  /// As for meet(), which ranks without MPI do through files.
+  std::string program = {};
   double timeout_seconds = 60;  // of one exchange
   /// NCCL's maxCTAs: thread blocks of one of its kernels at most, each of which takes a multiprocessor
   /// of the GPU from the backward pass beside it. 0: as many as NCCL chooses.
@@ -56,7 +69,8 @@ struct WorldOptions {
 };
 
 /// The communicator of all ranks of `launch`, for data in `backend`'s memory. Collective. Throws Error
-/// (kInput) where this build, or this machine, lacks what the launch needs.
+/// (kInput) where this build, or this machine, lacks what the launch needs, with a text on one rank
+/// alone, or one of each machine.
 std::unique_ptr<Communicator> world(const Launch& launch, Backend& backend, const WorldOptions& options);
 
 /// At the regular end of a process that had a world, when its communicators are gone. Collective. A

@@ -17,6 +17,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -28,6 +29,10 @@
 #include <random>
 #include <thread>
 #include <utility>
+
+#include "comm/launch.h"
+#include "comm/rank_names.h"
+#include "comm/together.h"
 
 namespace agoq {
 namespace {
@@ -60,12 +65,13 @@ class Descriptor {
 // --- frames ---
 
 enum class FrameKind : std::uint8_t {
-  kHello = 1,  // to rank 0 when connecting: token and rank
-  kWelcome,    // its answer: the token
-  kAlive,      // what the sender is doing
+  kHello = 1,  // when connecting to rank 0 or the deputy: token and rank
+  kWelcome,    // the answer: the token
+  kAlive,      // how many exchanges the sender has come to, and what it is doing
   kGoodbye,    // the sender ends regularly; rank 0 answers with the same
   kFailed,     // to rank 0: the sender ends with `status` because of the text
-  kEnd,        // from rank 0: exit with `status`
+  kLate,       // to rank 0: ranks did not come; text_of(Lateness)
+  kEnd,        // from rank 0, or the deputy where that is lost: exit with `status`
 };
 
 struct Frame {
@@ -292,22 +298,23 @@ std::vector<std::string> words_of(const std::string& text) {
 constexpr double kAttemptSeconds = 3;
 constexpr double kConnectSeconds = 30;
 
-/// Rank 0's side: the connections of ranks 1 ..., in their order.
-std::vector<Connection> accept_ranks(const Listener& listener, const std::string& token, int ranks) {
-  std::vector<Connection> of_rank(static_cast<std::size_t>(ranks));
+/// The side of rank 0, or the deputy: the connections of `expected`, in their order.
+std::vector<Connection> accept_ranks(const Listener& listener, const std::string& token,
+                                     const std::vector<int>& expected) {
+  std::vector<Connection> of_rank(expected.size());
   std::vector<Connection> strangers;  // have not said who they are
-  int missing = ranks - 1;
+  std::size_t missing = expected.size();
   const Clock::time_point start = Clock::now();
   while (missing > 0) {
     std::vector<pollfd> polls{{listener.socket.number(), POLLIN, 0}};
     for (const Connection& stranger : strangers) polls.push_back({stranger.number(), POLLIN, 0});
     ::poll(polls.data(), polls.size(), 100);
     if (seconds_since(start) > kConnectSeconds) {
-      std::string names;
-      for (std::size_t r = 1; r < of_rank.size(); ++r) {
-        if (!of_rank[r].is_open()) names += (names.empty() ? "" : ", ") + std::to_string(r);
+      std::vector<int> absent;
+      for (std::size_t i = 0; i < of_rank.size(); ++i) {
+        if (!of_rank[i].is_open()) absent.push_back(expected[i]);
       }
-      fail("rank {} has not connected to rank 0 within {} s", names, kConnectSeconds);
+      fail("{} did not connect to this one within {} s", name_ranks(absent), kConnectSeconds);
     }
     for (;;) {
       Descriptor socket(::accept4(listener.socket.number(), nullptr, nullptr, SOCK_CLOEXEC));
@@ -315,15 +322,17 @@ std::vector<Connection> accept_ranks(const Listener& listener, const std::string
       strangers.emplace_back(std::move(socket));
     }
     for (Connection& stranger : strangers) {
-      std::size_t rank = 0;
+      int rank = -1;
       const bool open = stranger.receive([&](const Frame& frame) {
         const std::vector<std::string> words = words_of(frame.text);
         if (frame.kind != FrameKind::kHello || words.size() != 2 || words[0] != token) return;
-        rank = std::strtoul(words[1].c_str(), nullptr, 10);
+        rank = static_cast<int>(std::strtol(words[1].c_str(), nullptr, 10));
       });
-      if (rank > 0 && rank < of_rank.size() && !of_rank[rank].is_open()) {
+      const auto found = std::find(expected.begin(), expected.end(), rank);
+      const auto place = static_cast<std::size_t>(found - expected.begin());
+      if (found != expected.end() && !of_rank[place].is_open()) {
         stranger.send({FrameKind::kWelcome, 0, token});
-        of_rank[rank] = std::move(stranger);
+        of_rank[place] = std::move(stranger);
         --missing;
       } else if (!open) {
         stranger.close();
@@ -334,26 +343,46 @@ std::vector<Connection> accept_ranks(const Listener& listener, const std::string
   return of_rank;
 }
 
-/// Another rank's side: tries the addresses until one is rank 0's, which the token shows.
-Connection connect_to_rank_0(const std::vector<std::string>& addresses, const std::string& port,
-                             const std::string& token, int rank, const std::string& host) {
+/// Where a rank listens: `token` shows that it is the one.
+struct Offer {
+  std::string token;
+  std::string port;
+  std::vector<std::string> addresses;  // none where all ranks are near
+};
+
+std::string text_of(const Offer& offer) {
+  return fmt::format("{} {} {}", offer.token, offer.port, fmt::join(offer.addresses, " "));
+}
+
+/// Empty where the rank did not come to listen.
+Offer offer_from(const std::string& text) {
+  const std::vector<std::string> words = words_of(text);
+  if (words.size() < 2) return {};
+  return {words[0], words[1], {words.begin() + 2, words.end()}};
+}
+
+/// Another rank's side: tries the addresses until one is the listener's.
+Connection connect_to_rank(const Offer& offer, bool near, int listener, int rank,
+                           const std::string& host) {
+  const std::vector<std::string> addresses =
+      near ? std::vector<std::string>{"127.0.0.1"} : offer.addresses;
   const Clock::time_point start = Clock::now();
   std::string tried;
   while (seconds_since(start) < kConnectSeconds) {
     tried.clear();
     for (const std::string& address : addresses) {
       std::string why = "somebody else answers there";
-      Descriptor socket = connect_to(address, port, kAttemptSeconds, why);
+      Descriptor socket = connect_to(address, offer.port, kAttemptSeconds, why);
       if (socket) {
         Connection connection(std::move(socket));
-        connection.send({FrameKind::kHello, 0, fmt::format("{} {}", token, rank)});
+        connection.send({FrameKind::kHello, 0, fmt::format("{} {}", offer.token, rank)});
         bool welcome = false;
         bool open = true;
         const Clock::time_point asked = Clock::now();
         while (open && !welcome && seconds_since(asked) < kAttemptSeconds) {
           wait_for(connection.number(), POLLIN, 0.1);
           open = connection.receive([&](const Frame& frame) {
-            welcome = welcome || (frame.kind == FrameKind::kWelcome && frame.text == token);
+            welcome = welcome || (frame.kind == FrameKind::kWelcome && frame.text == offer.token);
           });
         }
         if (welcome) return connection;
@@ -363,9 +392,29 @@ Connection connect_to_rank_0(const std::vector<std::string>& addresses, const st
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   fail(
-      "rank 0 on {} cannot be reached at port {} ({}): let the machines of the run connect to each "
-      "other by TCP, or set the timeout to 0, and no rank is watched",
-      host, port, tried.empty() ? "it has no address" : tried);
+      "rank {} on {} cannot be reached at port {} ({}): let the machines of the run connect to each "
+      "other by TCP",
+      listener, host, offer.port, tried.empty() ? "it has no address" : tried);
+}
+
+/// Ranks that did not come to something, as a rank that waited for them says.
+struct Lateness {
+  std::vector<int> missing;  // none where it is not known
+  std::string predicate;     // LateError
+};
+
+std::string text_of(const Lateness& late) {
+  return fmt::format("{}|{}", fmt::join(late.missing, " "), late.predicate);
+}
+
+Lateness lateness_from(const std::string& text) {
+  const std::size_t bar = std::min(text.find('|'), text.size());
+  Lateness late;
+  for (const std::string& word : words_of(text.substr(0, bar))) {
+    late.missing.push_back(static_cast<int>(std::strtol(word.c_str(), nullptr, 10)));
+  }
+  late.predicate = text.substr(std::min(bar + 1, text.size()));
+  return late;
 }
 
 /// One line to stderr, whole even where other threads or ranks print.
@@ -382,12 +431,14 @@ void print_line(std::string text) {
 class RankWatch::Thread {
  public:
   Thread(Communicator& group, const RankWatchOptions& options)
-      : rank_(group.rank()),
+      : group_(group),
+        rank_(group.rank()),
         size_(group.size()),
-        advice_(options.advice),
+        options_(options),
         interval_(std::clamp(options.timeout_seconds / 10, 0.01, 1.0)),
         silence_(0.8 * options.timeout_seconds),
         places_(group.gather_values(place_of_this_process())),
+        deputy_(deputy_of(places_)),
         wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     connect(group);
     for (Peer& peer : peers_) peer.heard = Clock::now();
@@ -410,10 +461,10 @@ class RankWatch::Thread {
   }
 
   [[noreturn]] void fail(const std::string& text, int status) {
-    std::fflush(nullptr);  // _exit will not
-    ask([&](Request& request) { request.failure = Frame{FrameKind::kFailed, status, text}; });
-    // The thread ends the process.
-    for (;;) ::pause();
+    end_by({FrameKind::kFailed, status, text});
+  }
+  [[noreturn]] void fail_late(const LateError& error, int status) {
+    end_by({FrameKind::kLate, status, text_of(Lateness{error.missing(), error.predicate()})});
   }
   [[noreturn]] void fail_together(const std::string& text, int status) {
     std::fflush(nullptr);
@@ -425,67 +476,101 @@ class RankWatch::Thread {
   struct Peer {
     int rank = 0;
     Connection connection;
-    Clock::time_point heard;
+    Clock::time_point heard = {};
     std::string activity = "its start";
-    bool gone = false;  // has said goodbye
+    std::uint64_t begun = 0;  // Communicator::begun()
+    bool gone = false;        // has said goodbye
   };
   /// What the main thread wants of the thread.
   struct Request {
     bool goodbye = false;
-    std::optional<Frame> failure;
+    std::optional<Frame> failure;  // kFailed or kLate
     std::optional<Frame> end;
   };
+  /// A failure of a rank that is to be reported, unless it turns out to be what a lost one has caused.
+  struct Failure {
+    Frame frame;
+    int rank = 0;
+    std::string activity;
+    std::uint64_t begun = 0;  // operations that it has come to
+    Clock::time_point since;
+  };
+
+  // --- connecting ---
+
+  /// The rank that speaks for the others where rank 0 is lost: of another machine where there is one.
+  static int deputy_of(const std::vector<Place>& places) {
+    for (std::size_t r = 1; r < places.size(); ++r) {
+      if (!are_near(places[r], places.front())) return static_cast<int>(r);
+    }
+    return 1;
+  }
+  static bool are_near(const Place& a, const Place& b) { return std::strcmp(a.network, b.network) == 0; }
+  const Place& place_of(int rank) const { return places_[static_cast<std::size_t>(rank)]; }
 
   void connect(Communicator& group) {
-    const Place& first = places_.front();
-    const bool near = std::all_of(places_.begin(), places_.end(), [&](const Place& place) {
-      return std::strcmp(place.network, first.network) == 0;
-    });
+    const bool near = std::all_of(places_.begin(), places_.end(),
+                                  [&](const Place& place) { return are_near(place, places_.front()); });
     // Whatever fails on one rank is gathered, so that all ranks fail with it.
-    std::string failure, offer;
+    std::string failure, offered;
     Listener listener;
-    std::string token;
-    if (rank_ == 0) {
-      try {
-        check(static_cast<bool>(wake_), "an eventfd could not be made: {}", reason());
+    try {
+      check(static_cast<bool>(wake_), "an eventfd could not be made: {}", reason());
+      if (rank_ == 0 || rank_ == deputy_) {
         listener = listen_for_ranks(!near, size_);
-        token = new_token();
-        offer =
-            fmt::format("{} {} {}", token, listener.port,
-                        fmt::join(near ? std::vector<std::string>{} : addresses_of_this_machine(), " "));
-      } catch (const Error& error) {
-        failure = error.what();
+        offered = text_of(Offer{new_token(), std::to_string(listener.port),
+                                near ? std::vector<std::string>{} : addresses_of_this_machine()});
       }
+    } catch (const Error& error) {
+      failure = error.what();
     }
-    const std::vector<std::string> offered = words_of(group.gather_texts(offer).front());
-    if (offered.size() >= 2) {
+    const std::vector<std::string> offers = group.gather_texts(offered);
+    const Offer of_first = offer_from(offers.front());
+    const Offer of_deputy = offer_from(offers[static_cast<std::size_t>(deputy_)]);
+    if (failure.empty() && !of_first.token.empty() && !of_deputy.token.empty()) {
       try {
-        check(static_cast<bool>(wake_), "an eventfd could not be made: {}", reason());
         if (rank_ == 0) {
-          std::vector<Connection> connections = accept_ranks(listener, token, size_);
-          for (int r = 1; r < size_; ++r) {
-            peers_.push_back({r, std::move(connections[static_cast<std::size_t>(r)]), {}});
-          }
+          accept(listener, of_first, ranks_from(1), peers_);
         } else {
-          const bool near_first =
-              std::strcmp(places_[static_cast<std::size_t>(rank_)].network, first.network) == 0;
-          const std::vector<std::string> addresses =
-              near_first ? std::vector<std::string>{"127.0.0.1"}
-                         : std::vector<std::string>(offered.begin() + 2, offered.end());
-          peers_.push_back(
-              {0, connect_to_rank_0(addresses, offered[1], offered[0], rank_, first.host), {}});
+          peers_.push_back({0, connect_to(0, of_first)});
+          std::vector<int> followers = ranks_from(1);
+          std::erase(followers, deputy_);
+          if (rank_ == deputy_) {
+            accept(listener, of_deputy, followers, followers_);
+          } else {
+            to_deputy_ = connect_to(deputy_, of_deputy);
+          }
         }
       } catch (const Error& error) {
         failure = error.what();
       }
     }
     const std::vector<std::string> failures = group.gather_texts(failure);
-    // What a rank says that could not connect tells more than that rank 0 has waited for it.
+    // What a rank says that could not connect tells more than that another has waited for it.
     for (int r = size_ - 1; r >= 0; --r) {
       const std::string& text = failures[static_cast<std::size_t>(r)];
-      check(text.empty(), "the ranks cannot be watched: {}: {}", name_of(r), text);
+      if (text.empty()) continue;
+      const std::string line = fmt::format("the ranks cannot be watched: {}: {}", name_of(r), text);
+      throw AgreedError(ErrorKind::kFailure, rank_ == 0 ? line : "");
     }
   }
+  std::vector<int> ranks_from(int first) const {
+    std::vector<int> ranks;
+    for (int r = first; r < size_; ++r) ranks.push_back(r);
+    return ranks;
+  }
+  Connection connect_to(int rank, const Offer& offer) const {
+    return connect_to_rank(offer, are_near(place_of(rank_), place_of(rank)), rank, rank_,
+                           place_of(rank).host);
+  }
+  static void accept(const Listener& listener, const Offer& offer, const std::vector<int>& ranks,
+                     std::vector<Peer>& peers) {
+    std::vector<Connection> connections = accept_ranks(listener, offer.token, ranks);
+    for (std::size_t i = 0; i < ranks.size(); ++i)
+      peers.push_back({ranks[i], std::move(connections[i])});
+  }
+
+  // --- what the main thread asks for ---
 
   template <typename Change>
   void ask(Change change) {
@@ -496,16 +581,31 @@ class RankWatch::Thread {
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = ::write(wake_.number(), &one, sizeof one);
   }
+  [[noreturn]] void end_by(const Frame& failure) {
+    std::fflush(nullptr);  // _exit will not
+    ask([&](Request& request) { request.failure = failure; });
+    // The thread ends the process.
+    for (;;) ::pause();
+  }
 
   std::string name_of(int rank) const {
-    const Place& place = places_[static_cast<std::size_t>(rank)];
-    return fmt::format("rank {} of {} (host {}, pid {})", rank, size_, place.host, place.pid);
+    return fmt::format("rank {} of {} (host {}, pid {})", rank, size_, place_of(rank).host,
+                       place_of(rank).pid);
   }
 
   std::string own_activity() {
     const std::lock_guard lock(mutex_);
     return activity_.data();
   }
+
+  std::string activity_of(int rank) {
+    for (const Peer& peer : peers_) {
+      if (peer.rank == rank) return peer.activity;
+    }
+    return own_activity();
+  }
+
+  // --- the loop ---
 
   void watch() {
     Clock::time_point sent{};
@@ -515,7 +615,8 @@ class RankWatch::Thread {
       for (const Peer& peer : peers_) {
         polls.push_back({peer.connection.number(), POLLIN, 0});  // a closed one's -1 is passed over
       }
-      const double wait = interval_ - seconds_since(sent);
+      double wait = interval_ - seconds_since(sent);
+      if (failure_) wait = std::min(wait, kGraceSeconds / 10);
       if (wait > 0) ::poll(polls.data(), polls.size(), static_cast<int>(wait * 1e3) + 1);
       std::uint64_t ignored = 0;
       [[maybe_unused]] const ssize_t count = ::read(wake_.number(), &ignored, sizeof ignored);
@@ -523,52 +624,72 @@ class RankWatch::Thread {
       // After a halt of this process, or of all of them, nobody's silence means anything.
       const bool halted = seconds_since(turn) > silence_ / 2;
       turn = Clock::now();
-      for (Peer& peer : peers_) {
-        if (halted) peer.heard = turn;
-        if (peer.connection.is_open()) hear(peer);
+      if (halted) {
+        for (Peer& peer : peers_) peer.heard = turn;
       }
-      for (Peer& peer : peers_) {
-        if (!peer.gone && seconds_since(peer.heard) > silence_) {
-          end_lost(peer, fmt::format("has given no sign of life for {:.1f} s (stopped, or its machine "
-                                     "or network is down)",
-                                     seconds_since(peer.heard)));
-        }
+      hear();
+      for (const Peer& peer : peers_) {
+        if (!peer.gone && seconds_since(peer.heard) > silence_) end_silent(peer);
       }
       if (carry_out_request()) return;
       if (seconds_since(sent) >= interval_) {
         sent = Clock::now();
-        const std::string activity = own_activity();
+        const std::string alive = fmt::format("{} {}", group_.begun(), own_activity());
         for (Peer& peer : peers_) {
           if (peer.gone || !peer.connection.is_open()) continue;
           peer.connection.flush();
           // A peer that takes nothing finds the newest when it does.
           if (!peer.connection.has_unsent()) {
-            peer.connection.send({FrameKind::kAlive, 0, activity});
+            peer.connection.send({FrameKind::kAlive, 0, alive});
           }
         }
       }
     }
   }
 
-  /// Takes what a peer has sent, and ends the process if that was its end.
-  void hear(Peer& peer) {
-    const bool open = peer.connection.receive([&](const Frame& frame) {
-      peer.heard = Clock::now();
-      switch (frame.kind) {
-        case FrameKind::kAlive: peer.activity = frame.text; break;
-        case FrameKind::kGoodbye:
-          peer.gone = true;
-          if (rank_ == 0) peer.connection.send({FrameKind::kGoodbye, 0, ""});
-          break;
-        case FrameKind::kFailed:
-          end(fmt::format("{}, in {}: {}", name_of(peer.rank), peer.activity, frame.text), frame.status);
-        case FrameKind::kEnd: ::_exit(frame.status);
-        default: break;
+  /// Takes what all peers have sent, and ends the process if that was its end. Only then what is closed:
+  /// a process that has been stopped itself finds that the others have ended without it, and which of
+  /// them has told it so does not matter.
+  void hear() {
+    std::vector<Peer*> closed;
+    for (Peer& peer : peers_) {
+      if (peer.connection.is_open() &&
+          !peer.connection.receive([&](const Frame& f) { take(peer, f); })) {
+        closed.push_back(&peer);
       }
-    });
-    if (open) return;
-    peer.connection.close();
-    if (!peer.gone) end_lost(peer, "is gone: its connection closed without a goodbye");
+    }
+    for (Peer* peer : closed) {
+      peer->connection.close();
+      if (!peer->gone) end_lost(*peer, "is gone: its connection closed without a goodbye");
+    }
+  }
+
+  void take(Peer& peer, const Frame& frame) {
+    peer.heard = Clock::now();
+    switch (frame.kind) {
+      case FrameKind::kAlive: {
+        const std::size_t space = std::min(frame.text.find(' '), frame.text.size());
+        peer.begun = std::strtoull(frame.text.c_str(), nullptr, 10);
+        peer.activity = frame.text.substr(std::min(space + 1, frame.text.size()));
+        break;
+      }
+      case FrameKind::kGoodbye:
+        peer.gone = true;
+        if (rank_ == 0) peer.connection.send({FrameKind::kGoodbye, 0, ""});
+        break;
+      case FrameKind::kFailed:
+      case FrameKind::kLate: add_failure({frame, peer.rank, peer.activity, peer.begun, {}}); break;
+      case FrameKind::kEnd: ::_exit(frame.status);
+      default: break;
+    }
+  }
+
+  /// What a rank says of itself tells more than that others waited for it.
+  void add_failure(Failure failure) {
+    const bool tells_more =
+        failure_ && failure_->frame.kind == FrameKind::kLate && failure.frame.kind == FrameKind::kFailed;
+    failure.since = Clock::now();
+    if (!failure_ || tells_more) failure_ = std::move(failure);
   }
 
   /// Whether the thread has nothing left to do.
@@ -579,26 +700,12 @@ class RankWatch::Thread {
       request = request_;
     }
     if (request.end) end(request.end->text, request.end->status);
-    if (request.failure) {
-      const Frame& failure = *request.failure;
-      const std::string line =
-          fmt::format("{}, in {}: {}", name_of(rank_), own_activity(), failure.text);
-      if (rank_ == 0) end(line, failure.status);
-      Connection& connection = peers_.front().connection;
-      connection.send(failure);
-      const Clock::time_point start = Clock::now();
-      while (seconds_since(start) < kAnswerSeconds) {
-        wait_for(connection.number(), POLLIN, 0.1);
-        bool told = false;
-        const bool open = connection.receive(
-            [&](const Frame& frame) { told = told || frame.kind == FrameKind::kEnd; });
-        if (told) ::_exit(failure.status);
-        if (!open) break;
-      }
-      // Rank 0 says nothing: this rank does.
-      print_line(line);
-      ::_exit(failure.status);
+    if (request.failure && !own_failure_is_told_) {
+      own_failure_is_told_ = true;
+      add_failure({*request.failure, rank_, own_activity(), group_.begun(), {}});
+      if (rank_ != 0) peers_.front().connection.send(*request.failure);
     }
+    if (failure_) end_failed();
     if (!request.goodbye) return false;
     if (rank_ == 0) {
       return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.gone; });
@@ -610,50 +717,139 @@ class RankWatch::Thread {
     return first.gone;
   }
 
+  // --- the end ---
+
+  /// Ends all ranks with the failure, when it has stood for long enough to know that it is the first
+  /// cause: a rank that is lost fails its neighbours as well.
+  void end_failed() {
+    if (rank_ != 0) {
+      // Rank 0 answers, or is lost; where it lives and does neither, this rank says what has happened.
+      if (seconds_since(failure_->since) > kAnswerSeconds && !is_silent(peers_.front())) {
+        print_line(line_of(*failure_));
+        ::_exit(failure_->frame.status);
+      }
+      return;
+    }
+    if (seconds_since(failure_->since) < kGraceSeconds) return;
+    if (failure_->frame.kind == FrameKind::kLate) {
+      for (const Peer& peer : peers_) {
+        if (!peer.gone && is_silent(peer)) end_silent(peer);
+      }
+    }
+    end(line_of(*failure_), failure_->frame.status);
+  }
+
+  /// Whether signs of life of `peer` have failed to come, be it for less long than they may.
+  bool is_silent(const Peer& peer) const { return seconds_since(peer.heard) > 3 * interval_; }
+
+  std::string line_of(const Failure& failure) {
+    if (failure.frame.kind == FrameKind::kFailed) {
+      return fmt::format("{}, in {}: {}", name_of(failure.rank), failure.activity, failure.frame.text);
+    }
+    Lateness late = lateness_from(failure.frame.text);
+    if (late.missing.empty()) late.missing = ranks_behind(failure);
+    std::string names;
+    for (std::size_t i = 0; i < std::min(late.missing.size(), kMostNamed); ++i) {
+      names += fmt::format("{}{}, in {}", names.empty() ? "" : "; ", name_of(late.missing[i]),
+                           activity_of(late.missing[i]));
+    }
+    if (late.missing.size() > kMostNamed)
+      names += fmt::format("; and {} more", late.missing.size() - kMostNamed);
+    if (names.empty()) names = fmt::format("one or more of {} ranks", size_);
+    return fmt::format(
+        "{}, {}: {} waited for it in {}; all ranks end: {}, and raise {} if a rank is only "
+        "slow",
+        names, late.predicate, name_ranks({failure.rank}), failure.activity, options_.advice,
+        options_.setting);
+  }
+
+  /// Where the transport does not know which ranks did not come to what `failure` waited for: those that
+  /// have come to fewer exchanges, or else those that do something else. Rank 0's view.
+  std::vector<int> ranks_behind(const Failure& failure) {
+    std::vector<int> behind, elsewhere;
+    const auto add = [&](int rank, std::uint64_t begun, const std::string& activity) {
+      if (begun < failure.begun) behind.push_back(rank);
+      if (activity != failure.activity) elsewhere.push_back(rank);
+    };
+    if (rank_ == 0) add(0, group_.begun(), own_activity());
+    for (const Peer& peer : peers_) add(peer.rank, peer.begun, peer.activity);
+    return behind.empty() ? elsewhere : behind;
+  }
+
+  [[noreturn]] void end_silent(const Peer& peer) {
+    end_lost(peer, fmt::format("has given no sign of life for {:.1f} s (stopped, or its machine or "
+                               "network is down)",
+                               seconds_since(peer.heard)));
+  }
+
   [[noreturn]] void end_lost(const Peer& peer, const std::string& what) {
-    // Where rank 0 is lost every rank notices. The first that ends makes the launcher end the others.
-    if (rank_ > 1) std::this_thread::sleep_for(Seconds(std::min(0.2 * (rank_ - 1), 1.5 * interval_)));
+    // Where rank 0 is lost every rank notices: the deputy speaks for all.
+    if (rank_ != 0 && rank_ != deputy_) await_deputy();
     end(fmt::format("{} {}, last in {}; all ranks end: {}", name_of(peer.rank), what, peer.activity,
-                    advice_),
+                    options_.advice),
         1);
+  }
+
+  /// Returns where the deputy is lost as well.
+  void await_deputy() {
+    const Clock::time_point start = Clock::now();
+    // It may notice one sign of life later.
+    while (to_deputy_.is_open() && seconds_since(start) < 2 * interval_ + kGraceSeconds) {
+      wait_for(to_deputy_.number(), POLLIN, 0.05);
+      const bool open = to_deputy_.receive([](const Frame& frame) {
+        if (frame.kind == FrameKind::kEnd) ::_exit(frame.status);
+      });
+      if (!open) to_deputy_.close();
+    }
+    std::this_thread::sleep_for(Seconds(std::min(turn_seconds(rank_), 1.5 * interval_)));
   }
 
   [[noreturn]] void end(const std::string& line, int status) {
     print_line(line);
-    if (rank_ == 0) {
-      for (Peer& peer : peers_) {
-        if (!peer.gone && peer.connection.is_open()) peer.connection.send({FrameKind::kEnd, status, ""});
+    // The lost one too, which may only have been stopped: it would take the others for lost.
+    std::vector<Peer*> told;
+    for (std::vector<Peer>* peers : {&peers_, &followers_}) {
+      for (Peer& peer : *peers) {
+        if (!peer.gone && peer.connection.is_open()) told.push_back(&peer);
       }
-      // What is on its way is lost where this process ends with something unread: the others close
-      // first.
-      const Clock::time_point start = Clock::now();
-      while (seconds_since(start) < kAnswerSeconds / 2) {
-        bool waiting = false;
-        for (Peer& peer : peers_) {
-          if (!peer.connection.is_open()) continue;
-          peer.connection.flush();
-          if (!peer.connection.receive([](const Frame&) {})) peer.connection.close();
-          waiting = waiting || (peer.connection.is_open() && !peer.gone &&
-                                seconds_since(peer.heard) < 3 * interval_);
-        }
-        if (!waiting) break;
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    for (Peer* peer : told) peer->connection.send({FrameKind::kEnd, status, ""});
+    // What is on its way is lost where this process ends with something unread: the others close first.
+    const Clock::time_point start = Clock::now();
+    while (seconds_since(start) < kAnswerSeconds / 2) {
+      bool waiting = false;
+      for (Peer* peer : told) {
+        if (!peer->connection.is_open()) continue;
+        peer->connection.flush();
+        if (!peer->connection.receive([](const Frame&) {})) peer->connection.close();
+        waiting = waiting || (peer->connection.is_open() && !is_silent(*peer));
       }
+      if (!waiting) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     ::_exit(status);
   }
 
   // What rank 0 takes to answer at most.
   static constexpr double kAnswerSeconds = 2;
+  // In which the loss of a rank shows that has made another fail.
+  static constexpr double kGraceSeconds = 0.3;
+  static constexpr std::size_t kMostNamed = 3;
 
+  const Communicator& group_;
   int rank_;
   int size_;
-  std::string advice_;
+  RankWatchOptions options_;
   double interval_;  // seconds between signs of life
   double silence_;   // seconds without one after which a rank is lost
   std::vector<Place> places_;
+  int deputy_;
   Descriptor wake_;
-  std::vector<Peer> peers_;  // of rank 0: all others; of the others: rank 0
+  std::vector<Peer> peers_;      // of rank 0: all others; of the others: rank 0
+  std::vector<Peer> followers_;  // of the deputy: all but rank 0, who hear of its end from it
+  Connection to_deputy_;         // of these
+  std::optional<Failure> failure_;
+  bool own_failure_is_told_ = false;
   bool said_goodbye_ = false;
 
   std::mutex mutex_;  // of the two below
@@ -665,11 +861,10 @@ class RankWatch::Thread {
 
 RankWatch::RankWatch(Communicator& group, const RankWatchOptions& options)
     : exceptions_(std::uncaught_exceptions()) {
-  check_input(options.timeout_seconds >= 0,
-              "the timeout of ranks must not be negative, and is 0 for none; it is {}",
-              options.timeout_seconds);
-  if (group.size() > 1 && options.timeout_seconds > 0)
-    thread_ = std::make_unique<Thread>(group, options);
+  check_input(options.timeout_seconds >= kShortestTimeout && std::isfinite(options.timeout_seconds),
+              "{} must be {:g} s or more: ranks give a sign of life ten times in it; it is {}",
+              options.setting, kShortestTimeout, options.timeout_seconds);
+  if (group.size() > 1) thread_ = std::make_unique<Thread>(group, options);
 }
 
 RankWatch::~RankWatch() {
@@ -678,14 +873,24 @@ RankWatch::~RankWatch() {
   thread_->leave();
 }
 
+void RankWatch::run(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    if (thread_ == nullptr) throw;
+    const int status = error.kind() == ErrorKind::kInput ? 2 : 1;
+    if (const auto* late = dynamic_cast<const LateError*>(&error)) thread_->fail_late(*late, status);
+    // What is not finite is so on all ranks: they count together.
+    if (dynamic_cast<const AgreedError*>(&error) != nullptr || error.kind() == ErrorKind::kNotFinite) {
+      thread_->fail_together(error.what(), status);
+    }
+    thread_->fail(error.what(), status);
+  } catch (const std::exception& error) {
+    if (thread_ != nullptr) thread_->fail(error.what(), 1);
+    throw;
+  }
+}
+
 void RankWatch::set_activity(const char* activity) { thread_->set_activity(activity); }
-
-void RankWatch::fail(const std::string& text, int status) {
-  if (thread_ != nullptr) thread_->fail(text, status);
-}
-
-void RankWatch::fail_together(const std::string& text, int status) {
-  if (thread_ != nullptr) thread_->fail_together(text, status);
-}
 
 }  // namespace agoq

@@ -7,20 +7,25 @@
 //   what happens to a rank               noticed by                   after
 //   killed, crashed, exited              its connection closes        at once
 //   stopped, machine or network down     no sign of life              0.8 of the timeout
-//   fails by an Error                    it says so (fail)            at once
-//   fails by an Error that all throw     all say so (fail_together)   at once
+//   fails by an Error                    it says so (run)             at once
+//   fails by an Error that all throw     all say so                   at once
+//   lives, and does not come             ranks that wait (LateError)  the timeout
 //   ends regularly                       it says goodbye: no failure, the others go on
 //
-// Rank 0 watches the others and tells them to end; rank 0 is watched by all others. A process that is
-// told to end leaves by _exit: whatever the main thread waits in (MPI, NCCL, a disk) cannot hold it. A
-// long computation or a long save is no failure, since the thread goes on; a rank that lives but does
-// not come to an exchange is noticed by the communicator's own deadline.
+// Rank 0 watches the others and tells them to end. Rank 0 is watched by all others, of which one, the
+// deputy, has connections to the rest and tells them to end; where both are lost at once several ranks
+// may say so. A process that is told to end leaves by _exit: whatever the main thread waits in (MPI,
+// NCCL, a disk) cannot hold it. A long computation or a long save is no failure, since the thread goes
+// on; a rank that lives but does not come to an exchange is noticed by the communicator's own deadline.
+// A failure is reported when it has stood for .3 s, since a rank that is lost makes others fail.
 //
-// Invariant: the thread calls nothing but the kernel. It uses neither MPI nor NCCL.
+// Invariant: the thread calls nothing but the kernel, and asks the communicator for a number. It uses
+// neither MPI nor NCCL.
 #pragma once
 
 #include <fmt/format.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -30,18 +35,21 @@
 namespace agoq {
 
 struct RankWatchOptions {
-  double timeout_seconds = 60;  // from a failure to the end of all ranks; 0: ranks are not watched
+  double timeout_seconds = 60;  // from a failure to the end of all ranks; kShortestTimeout at least
   /// What the user is told to do; ends the line.
   std::string advice = "go on from the last checkpoint with --resume";
+  std::string setting = "parallel.timeout_seconds";  // where the timeout is set
 };
 
 class RankWatch {
  public:
-  /// Connects the ranks. Collective. Throws Error (kFailure) on all ranks when one cannot reach rank 0,
-  /// saying which. In a group of one there is nothing to watch: no thread, no socket.
+  /// Connects the ranks of `group`, which has to live as long. Collective. Throws Error (kInput) for a
+  /// timeout that is too short, and AgreedError (kFailure, comm/together.h) when a rank cannot reach
+  /// rank 0 or the deputy, saying which. In a group of one there is nothing to watch: no thread, no
+  /// socket.
   RankWatch(Communicator& group, const RankWatchOptions& options);
   /// Says goodbye; on rank 0, waits for the goodbyes of the others. When an exception unwinds the stack,
-  /// the other ranks are told that this one has failed, as by fail().
+  /// the other ranks are told that this one has failed.
   ~RankWatch();
   RankWatch(const RankWatch&) = delete;
   RankWatch& operator=(const RankWatch&) = delete;
@@ -57,11 +65,11 @@ class RankWatch {
     set_activity(activity);
   }
 
-  /// Ends all ranks with `status`, after one line that names this rank and gives `text`. Returns only in
-  /// a group of one, or where ranks are not watched: then the caller has to report the failure.
-  void fail(const std::string& text, int status);
-  /// The same where all ranks fail alike and call it: the line is rank 0's text alone.
-  void fail_together(const std::string& text, int status);
+  /// Runs `work`. What it throws ends all ranks with the error's exit status and one line: that of rank
+  /// 0 for an AgreedError (comm/together.h) and what is not finite, which all ranks throw alike; the
+  /// ranks that did not come for a LateError; and this rank with its text for anything else. In a group
+  /// of one it is thrown on.
+  void run(const std::function<void()>& work);
 
  private:
   static constexpr std::size_t kLongestActivity = 95;

@@ -8,12 +8,14 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <thread>
 
+#include "comm/together.h"
 #include "core/temporary_folder.h"
 
 namespace agoq {
@@ -162,9 +164,9 @@ void expect_one_line(const std::string& printed, const std::vector<std::string>&
 TEST(RankWatch, LetsRanksEndAtDifferentTimes) {
   for (const int last : {0, 2}) {
     Processes processes(3, [last](Communicator& group) {
-      RankWatch watch(group, {0.5, ""});
+      RankWatch watch(group, {1, ""});
       // Far beyond the timeout, with the main thread busy.
-      if (group.rank() == last) sleep(1.2);
+      if (group.rank() == last) sleep(2.4);
     });
     EXPECT_EQ(processes.wait(20), (Statuses{0, 0, 0}));
     EXPECT_EQ(processes.printed(), "");
@@ -204,20 +206,33 @@ TEST(RankWatch, NoticesAStoppedRankWithinTheTimeout) {
   EXPECT_EQ(processes.wait(20)[2], 1);
 }
 
-TEST(RankWatch, NoticesThatRank0IsGone) {
+TEST(RankWatch, OneRankSaysThatRank0IsGone) {
   for (const int signal : {SIGKILL, SIGSTOP}) {
-    Processes processes(3, compute);
+    Processes processes(5, compute);
     sleep(1);
     const Clock::time_point start = Clock::now();
     processes.send(0, signal);
     const Statuses statuses = processes.wait(kTimeout);
     EXPECT_LE(seconds_since(start), kTimeout + 0.1);
-    EXPECT_EQ(statuses[1], 1);
-    EXPECT_EQ(statuses[2], 1);
-    const std::string printed = processes.printed();
-    EXPECT_NE(printed.find("rank 0 of 3 (host "), std::string::npos) << printed;
-    EXPECT_NE(printed.find("forward of step 10"), std::string::npos) << printed;
+    for (std::size_t r = 1; r < 5; ++r) EXPECT_EQ(statuses[r], 1) << r;
+    const std::vector<std::string> parts{"rank 0 of 5 (host ", "forward of step 10"};
+    expect_one_line(processes.printed(), parts);
+    // Were it to go on, as mpirun makes it, it would find that the others have ended because of it.
+    processes.send(0, SIGCONT);
+    EXPECT_EQ(processes.wait(20)[0], signal == SIGSTOP ? std::optional<int>(1) : std::nullopt);
+    expect_one_line(processes.printed(), parts);
   }
+}
+
+TEST(RankWatch, WithoutTheDeputyOthersSayThatRank0IsGone) {
+  Processes processes(4, compute);
+  sleep(1);
+  processes.send(1, SIGSTOP);  // the deputy
+  processes.send(0, SIGKILL);
+  const Statuses statuses = processes.wait(kTimeout);
+  EXPECT_EQ(statuses[2], 1);
+  EXPECT_EQ(statuses[3], 1);
+  EXPECT_EQ(processes.printed().rfind("agoq: rank 0 of 4 (host ", 0), 0u) << processes.printed();
 }
 
 TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
@@ -227,7 +242,7 @@ TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
       watch.doing("saving step 10");
       if (group.rank() != failing) compute(group);
       sleep(0.5);
-      watch.fail("the disk\nis full", 2);
+      watch.run([] { fail_input("the disk\nis full"); });
     });
     EXPECT_EQ(processes.wait(20), Statuses(3, 2));
     expect_one_line(processes.printed(), {fmt::format("rank {} of 3 (host ", failing),
@@ -238,7 +253,7 @@ TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
 TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
   Processes processes(4, [](Communicator& group) {
     RankWatch watch(group, kOptions);
-    watch.fail("the loss is NaN", 1);
+    watch.run([] { fail("the loss is NaN"); });
   });
   EXPECT_EQ(processes.wait(20), Statuses(4, 1));
   expect_one_line(processes.printed(), {"the loss is NaN"});
@@ -248,10 +263,66 @@ TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
   Processes processes(4, [](Communicator& group) {
     RankWatch watch(group, kOptions);
     if (group.rank() == 0) sleep(0.5);  // the others are there first
-    watch.fail_together(group.rank() == 0 ? "the loss is NaN" : "", 2);
+    watch.run(
+        [&] { throw AgreedError(ErrorKind::kInput, group.rank() == 0 ? "the text is empty" : ""); });
   });
   EXPECT_EQ(processes.wait(20), Statuses(4, 2));
-  EXPECT_EQ(processes.printed(), "agoq: the loss is NaN\n");
+  EXPECT_EQ(processes.printed(), "agoq: the text is empty\n");
+}
+
+// What a rank says that its neighbour's end has failed is no second failure.
+TEST(RankWatch, ALostRankComesBeforeTheFailuresThatItCauses) {
+  for (const int lost : {0, 1}) {
+    Processes processes(4, [lost](Communicator& group) {
+      RankWatch watch(group, kOptions);
+      if (group.rank() == lost) compute(group);
+      sleep(1);
+      if (group.rank() == (lost == 0 ? 1 : 0)) sleep(0.1);
+      watch.run([] { fail("MPI: an exchange failed"); });
+    });
+    sleep(0.9);
+    Statuses expected(4, 1);
+    expected[static_cast<std::size_t>(lost)] = -SIGKILL;
+    // After the first of them has failed.
+    sleep(0.15);
+    processes.send(lost, SIGKILL);
+    EXPECT_EQ(processes.wait(20), expected);
+    expect_one_line(processes.printed(), {fmt::format("rank {} of 4 (host ", lost), "is gone"});
+  }
+}
+
+/// Ranks 0 and 2 of three wait for rank 1; where the transport does not know whom for, by what it does.
+void wait_for_rank_1(Communicator& group, const std::vector<int>& missing) {
+  RankWatch watch(group, kOptions);
+  watch.doing("forward of step 12");
+  if (group.rank() == 1) {
+    for (;;) pause();
+  }
+  sleep(0.5);
+  watch.doing("the exchange of step 12");
+  sleep(group.rank() == 0 ? 0.5 : 0.6);
+  watch.run([&] { throw LateError(group, "an all-reduce", 3, missing); });
+}
+
+TEST(RankWatch, NamesARankThatDoesNotComeFirst) {
+  for (const std::vector<int>& missing : {std::vector<int>{1}, std::vector<int>{}}) {
+    Processes processes(3, [&](Communicator& group) { wait_for_rank_1(group, missing); });
+    EXPECT_EQ(processes.wait(20), Statuses(3, 1));
+    expect_one_line(processes.printed(),
+                    {"agoq: rank 1 of 3 (host ",
+                     "in forward of step 12, did not come to an all-reduce within 3 s: rank 0 waited "
+                     "for it in the exchange of step 12; all ranks end: resume, and raise "
+                     "parallel.timeout_seconds if a rank is only slow"});
+  }
+}
+
+TEST(RankWatch, OfTwoRanksTheOtherIsMissing) {
+  const std::unique_ptr<Communicator> two = planned_ranks(2);
+  const LateError error(*two, "an all-reduce", 0.5, {});
+  EXPECT_EQ(error.missing(), std::vector<int>{1});
+  EXPECT_STREQ(error.what(),
+               "rank 1 did not come to an all-reduce within 0.5 s: rank 0 has waited for it; look at "
+               "what it printed, and start all again");
 }
 
 TEST(RankWatch, ARankThatAnExceptionUnwindsHasFailed) {
@@ -277,21 +348,26 @@ TEST(RankWatch, AfterAHaltOfAllRanksNobodyIsLost) {
   EXPECT_EQ(processes.printed(), "");
 }
 
-TEST(RankWatch, AGroupOfOneAndNoTimeoutNeedNoWatch) {
+TEST(RankWatch, AGroupOfOneNeedsNoWatch) {
   const std::unique_ptr<Communicator> one = single_rank();
   RankWatch watch(*one, {});
   watch.doing("step {}", 1);
-  watch.fail("returns", 1);
-  Processes processes(2, [](Communicator& group) {
-    RankWatch unwatched(group, {0, ""});
-    unwatched.doing("step {}", 1);
-    unwatched.fail("returns", 1);
-    if (group.rank() == 1) kill(getpid(), SIGKILL);
-    sleep(0.2);
-  });
-  EXPECT_EQ(processes.wait(20), (Statuses{0, -SIGKILL}));
-  EXPECT_EQ(processes.printed(), "");
-  EXPECT_THROW(RankWatch(*one, {-1, ""}), Error);
+  EXPECT_THROW(watch.run([] { fail("is thrown on"); }), Error);
+}
+
+TEST(RankWatch, RefusesTimeoutsThatNoRankCouldKeep) {
+  const std::unique_ptr<Communicator> one = single_rank();
+  for (const double seconds : {-1.0, 0.0, 1e-9, 0.99, std::nan(""), HUGE_VAL}) {
+    try {
+      RankWatch watch(*one, {.timeout_seconds = seconds});
+      ADD_FAILURE() << seconds;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      EXPECT_NE(std::string(error.what()).find("parallel.timeout_seconds must be 1 s or more"),
+                std::string::npos)
+          << error.what();
+    }
+  }
 }
 
 TEST(RankWatch, CutsALongActivity) {

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <string>
@@ -34,6 +35,10 @@ class AgreedError : public Error {
  public:
   using Error::Error;
 };
+
+/// Seconds that `rank` leaves to those before it where several may find the same failure at once and
+/// cannot agree on who reports it: a launcher ends the others when one has, mpirun after a second.
+inline double turn_seconds(int rank) { return 1.5 * std::min(rank, 4); }
 
 /// Runs `work`, and waits for the other ranks without a deadline. When it throws Error on any rank,
 /// every rank throws an AgreedError of the kind and with the text of the first that failed, and its

@@ -10,6 +10,7 @@
 #include "backend/backend.h"
 #include "checkpoint/durable_file.h"
 #include "checkpoint/hugging_face.h"
+#include "comm/rank_names.h"
 #include "comm/together.h"
 #include "core/checksum.h"
 #include "core/error.h"
@@ -19,17 +20,6 @@ namespace {
 
 // A network file system may show a new file to another machine with a delay.
 constexpr std::chrono::seconds kAppears{10};
-
-/// "rank 2", "ranks 1, 2 and 4", "ranks 1, 2, 3, 4, 5, 6 and 58 more"
-std::string name_ranks(const std::vector<int>& ranks) {
-  constexpr std::size_t kMostNamed = 6;
-  if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
-  const std::size_t named = ranks.size() > kMostNamed + 1 ? kMostNamed : ranks.size() - 1;
-  const std::vector<int> first(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(named));
-  const std::size_t rest = ranks.size() - named;
-  return fmt::format("ranks {} and {}", fmt::join(first, ", "),
-                     rest == 1 ? std::to_string(ranks.back()) : fmt::format("{} more", rest));
-}
 
 // Names and values hold no zero bytes.
 std::string packed(const std::vector<RankFact>& facts) {
@@ -78,10 +68,8 @@ std::vector<std::string> differences(const std::vector<RankFact>& facts,
 
 }  // namespace
 
-std::vector<RankFact> facts_of_program(const std::string& program, const Communicator& ranks,
-                                       const RunConfig& config, RunStart start) {
-  std::vector<RankFact> facts{{"the version of agoq", program},
-                              {"the library between the ranks", ranks.description()}};
+std::vector<RankFact> facts_of_run(const Communicator& ranks, const RunConfig& config, RunStart start) {
+  std::vector<RankFact> facts{{"the library between the ranks", ranks.description()}};
   const char* const option = start == RunStart::kResume      ? "--resume"
                              : start == RunStart::kOverwrite ? "--overwrite"
                                                              : "no option";

@@ -1,5 +1,6 @@
-// What the ranks of a run must have in common, compared before anything is written: program, libraries,
-// settings, data, and a run directory that all of them see.
+// What the ranks of a run must have in common, compared before anything is written: libraries, settings,
+// data, and a run directory that all of them see. That they are the same program is known already
+// (comm/greeting.h).
 #pragma once
 
 #include <string>
@@ -18,9 +19,8 @@ namespace agoq {
 /// Name and value, as text, of something that has to be equal on all ranks.
 using RankFact = std::pair<std::string, std::string>;
 
-/// `program` names version and commit. Threads may differ: no result depends on them.
-std::vector<RankFact> facts_of_program(const std::string& program, const Communicator& ranks,
-                                       const RunConfig& config, RunStart start);
+/// Threads may differ: no result depends on them.
+std::vector<RankFact> facts_of_run(const Communicator& ranks, const RunConfig& config, RunStart start);
 std::vector<RankFact> facts_of_data(const Dataset& data);
 
 /// A checksum of the bytes of each weight: what every rank updates, or is sent, has to stay the same on

@@ -37,7 +37,7 @@ TEST(RankAgreement, EqualRanksAgree) {
     const auto found = outcomes(size, [](Communicator& ranks) {
       RunConfig config;
       config.run.threads = ranks.rank();  // the one setting that may differ
-      expect_agreement(ranks, facts_of_program("0.1.0", ranks, config, RunStart::kNew));
+      expect_agreement(ranks, facts_of_run(ranks, config, RunStart::kNew));
     });
     EXPECT_EQ(found, std::vector<std::string>(static_cast<std::size_t>(size), "agreed"));
   }
@@ -48,7 +48,7 @@ TEST(RankAgreement, NamesTheSettingBothValuesAndTheRanks) {
     return outcomes(4, [&](Communicator& ranks) {
       RunConfig config;
       if (ranks.rank() == 1 || ranks.rank() == 3) change(config);
-      expect_agreement(ranks, facts_of_program("0.1.0", ranks, config, RunStart::kNew));
+      expect_agreement(ranks, facts_of_run(ranks, config, RunStart::kNew));
     });
   };
   expect_refused(with([](RunConfig& config) { config.run.steps = 77; }),
@@ -64,19 +64,12 @@ TEST(RankAgreement, NamesTheSettingBothValuesAndTheRanks) {
                  "and 2 more differences");
 }
 
-TEST(RankAgreement, ComparesProgramAndStart) {
-  expect_refused(outcomes(3,
-                          [](Communicator& ranks) {
-                            const std::string program = ranks.rank() == 2 ? "0.1.0 abc+" : "0.1.0 abc";
-                            expect_agreement(ranks,
-                                             facts_of_program(program, ranks, {}, RunStart::kNew));
-                          }),
-                 "the version of agoq is 0.1.0 abc on rank 0 and 0.1.0 abc+ on rank 2");
+TEST(RankAgreement, ComparesHowTheRunStarts) {
   expect_refused(outcomes(2,
                           [](Communicator& ranks) {
                             const RunStart start =
                                 ranks.rank() == 1 ? RunStart::kNew : RunStart::kResume;
-                            expect_agreement(ranks, facts_of_program("", ranks, {}, start));
+                            expect_agreement(ranks, facts_of_run(ranks, {}, start));
                           }),
                  "how the run starts is --resume on rank 0 and no option on rank 1");
 }
@@ -87,7 +80,6 @@ TEST(RankAgreement, OfManyRanksSomeAreNamed) {
                             expect_agreement(ranks, {{"it", ranks.rank() == 0 ? "a" : "b"}});
                           }),
                  "it is a on rank 0 and b on ranks 1, 2, 3, 4, 5, 6 and 5 more");
-  // A program of another version may know other settings.
   expect_refused(outcomes(2,
                           [](Communicator& ranks) {
                             std::vector<RankFact> facts{{"one", "1"}};

@@ -322,6 +322,14 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
   return changes;
 }
 
+std::string reduction_of(const RunConfig& config) {
+  std::string kind;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.full_name() == "parallel.reduction") kind = std::get<std::string>(key.get(config));
+  }
+  return kind + (config.parallel.reduction.sharded ? ", optimizer sharded" : "");
+}
+
 std::vector<std::pair<std::string, std::string>> settings_of(const RunConfig& config) {
   std::vector<std::pair<std::string, std::string>> settings;
   for (const ConfigKey& key : config_keys()) {

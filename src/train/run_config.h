@@ -117,6 +117,9 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
 /// it asks for another number.
 RunConfig with_ranks(const RunConfig& config, const Communicator& ranks);
 
+/// How the ranks of the run reduce gradients: "quangrad", "library, optimizer sharded".
+std::string reduction_of(const RunConfig& config);
+
 /// Every setting's full name and its value as TOML writes it.
 std::vector<std::pair<std::string, std::string>> settings_of(const RunConfig& config);
 

@@ -5,8 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/json_text.h"
+#include "comm/together.h"
 #include "train/batch_buffers.h"
 #include "train/memory_probe.h"
+#include "train/rank_agreement.h"
 #include "train/trainer.h"
 
 namespace agoq {
@@ -204,16 +206,20 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
                              const StepBenchmarkOptions& options) {
   check_input(options.steps >= 1 && options.warmup_steps >= 0, "--steps is at least 1; {} was given",
               options.steps);
+  expect_agreement(ranks, facts_of_run(ranks, given, RunStart::kNew));
+  RunConfig config;
+  together(ranks, [&] { config = with_ranks(given, ranks); });
   // The schedule has no learning rate past train.steps, which need not be as many as are timed.
-  RunConfig config = with_ranks(given, ranks);
   config.run.steps =
       std::max<std::int64_t>(config.run.steps, std::int64_t{options.warmup_steps} + options.steps + 2);
   const std::optional<DeviceMemory> at_start = backend.device_memory();
   StepBenchmark result;
   result.ranks = ranks.size();
-  result.plan = plan_run(config, backend, 0, false);
-  check_fits(result.plan, config, backend);
-  backend.expect_ready();
+  together(ranks, [&] {
+    result.plan = plan_run(config, backend, 0, false);
+    check_fits(result.plan, config, backend);
+    backend.expect_ready();
+  });
   result.tokens = config.run.tokens_per_step();
   result.model_flops = static_cast<double>(result.tokens) *
                        (6 * matrix_weights(config.model) + attention_flops(config, /*causal=*/true));

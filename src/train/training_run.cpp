@@ -31,8 +31,8 @@ using Clock = std::chrono::steady_clock;
 
 volatile std::sig_atomic_t stop_requested = 0;
 
-/// Turns SIGTERM, SIGINT and SIGHUP into a request to stop after the step, or the micro-batch of a
-/// validation, under way.
+/// Turns SIGTERM, SIGINT, SIGUSR1 and SIGHUP into a request to stop after the step, or the micro-batch
+/// of a validation, under way.
 class StopSignals {
  public:
   StopSignals() {
@@ -41,6 +41,9 @@ class StopSignals {
     action.sa_handler = [](int) { stop_requested = 1; };
     sigaction(SIGTERM, &action, &old_term_);
     sigaction(SIGINT, &action, &old_int_);
+    // mpirun passes it on to its ranks, and does nothing else: with SIGTERM and SIGINT it kills them
+    // soon.
+    sigaction(SIGUSR1, &action, &old_usr1_);
     sigaction(SIGHUP, nullptr, &old_hup_);
     // nohup has it ignored: then the run is meant to outlive its terminal.
     if (old_hup_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
@@ -48,6 +51,7 @@ class StopSignals {
   ~StopSignals() {
     sigaction(SIGTERM, &old_term_, nullptr);
     sigaction(SIGINT, &old_int_, nullptr);
+    sigaction(SIGUSR1, &old_usr1_, nullptr);
     sigaction(SIGHUP, &old_hup_, nullptr);
   }
   StopSignals(const StopSignals&) = delete;
@@ -56,6 +60,7 @@ class StopSignals {
  private:
   struct sigaction old_term_ {};
   struct sigaction old_int_ {};
+  struct sigaction old_usr1_ {};
   struct sigaction old_hup_ {};
 };
 
@@ -190,8 +195,9 @@ namespace {
 RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ranks,
                      const RunOptions& options, const PeakMemory& peak_memory, RankWatch& watch,
                      std::int64_t& step_under_way) {
-  expect_agreement(ranks, facts_of_program(options.program, ranks, given, options.start));
-  const RunConfig config = with_ranks(given, ranks);
+  expect_agreement(ranks, facts_of_run(ranks, given, options.start));
+  RunConfig config;
+  together(ranks, [&] { config = with_ranks(given, ranks); });
   const bool leads = ranks.rank() == 0;
   std::optional<RunDirectory> opened;
   std::vector<std::string> changes;
@@ -383,30 +389,23 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
   // Before the ranks speak for the first time, which takes memory that the plan counts.
   const PeakMemory peak_memory(backend);
-  RankWatch watch(ranks, {config.parallel.timeout_seconds,
-                          fmt::format("go on from the last checkpoint with --resume, if {} has one",
-                                      config.run.directory)});
+  RankWatch watch(ranks,
+                  {.timeout_seconds = config.parallel.timeout_seconds,
+                   .advice = fmt::format("go on from the last checkpoint with --resume, if {} has one",
+                                         config.run.directory)});
   watch.doing("its preparations");
   std::int64_t step_under_way = 0;
-  try {
-    return run_steps(config, backend, ranks, options, peak_memory, watch, step_under_way);
-  } catch (const Error& error) {
-    std::string text = error.what();
-    if (error.kind() == ErrorKind::kDevice && step_under_way != 0) {
-      text = fmt::format("step {}: {}; {}", step_under_way, text, saved_state(config));
+  RunSummary summary;
+  watch.run([&] {
+    try {
+      summary = run_steps(config, backend, ranks, options, peak_memory, watch, step_under_way);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kDevice || step_under_way == 0) throw;
+      throw Error(error.kind(),
+                  fmt::format("step {}: {}; {}", step_under_way, error.what(), saved_state(config)));
     }
-    const int status = error.kind() == ErrorKind::kInput ? 2 : 1;
-    // What is not finite is so on all ranks: they count together.
-    if (dynamic_cast<const AgreedError*>(&error) != nullptr || error.kind() == ErrorKind::kNotFinite) {
-      watch.fail_together(text, status);
-    } else {
-      watch.fail(text, status);
-    }
-    throw Error(error.kind(), text);  // the only rank
-  } catch (const std::exception& error) {
-    watch.fail(error.what(), 1);
-    throw;
-  }
+  });
+  return summary;
 }
 
 }  // namespace agoq

@@ -43,17 +43,16 @@ struct RunOptions {
   bool show_progress = true;
   /// Who share the run; null: this process alone. Rank 0 shows progress and writes the run directory.
   Communicator* ranks = nullptr;
-  /// Version and commit of this program, which all ranks must have in common (train/rank_agreement.h).
-  std::string program = {};
   /// Gets a line for each setting that changed on resume, and for each checkpoint that was skipped.
   Notice notice = print_notice;
 };
 
-/// Trains, or goes on from the newest checkpoint. On SIGTERM, SIGINT or SIGHUP (unless that is ignored)
-/// saves a checkpoint and returns after the step, or the micro-batch of a validation, under way, with
-/// summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws Error
-/// (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with the
-/// step, the operation and the last checkpoint named. Collective; the summary's bytes are rank 0's own.
+/// Trains, or goes on from the newest checkpoint. On SIGTERM, SIGINT, SIGUSR1 or SIGHUP (unless that is
+/// ignored) saves a checkpoint and returns after the step, or the micro-batch of a validation, under
+/// way, with summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws
+/// Error (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with
+/// the step, the operation and the last checkpoint named. Collective; the summary's bytes are rank 0's
+/// own.
 ///
 /// Of several ranks, one that dies, stands still or fails ends them all with one line
 /// (comm/rank_watch.h): this process then ends in here, with the error's exit status.

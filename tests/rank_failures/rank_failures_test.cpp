@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -41,15 +43,20 @@ std::string read_file(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
+struct RankGroup {
+  int ranks;
+  std::string arguments;
+  std::string program = AGOQ_PROGRAM;
+};
+
 /// mpirun with the ranks that it starts.
 class RankProcesses {
  public:
-  /// `groups`: for each the number of ranks and the arguments of the program.
-  explicit RankProcesses(const std::vector<std::pair<int, std::string>>& groups) {
-    std::string command = "exec " AGOQ_MPIRUN " --oversubscribe";
+  explicit RankProcesses(const std::vector<RankGroup>& groups, const std::string& options = "") {
+    std::string command = "exec " AGOQ_MPIRUN " --oversubscribe " + options;
     std::string separator;
-    for (const auto& [ranks, arguments] : groups) {
-      command += fmt::format("{} -np {} {} {}", separator, ranks, AGOQ_PROGRAM, arguments);
+    for (const RankGroup& group : groups) {
+      command += fmt::format("{} -np {} {} {}", separator, group.ranks, group.program, group.arguments);
       separator = " :";
     }
     mpirun_ = fork();
@@ -112,6 +119,9 @@ class RankProcesses {
     }
     return 0;
   }
+
+  /// To mpirun itself.
+  void signal(int number) const { kill(mpirun_, number); }
 
   std::string out() const { return read_file(folder_.path("out")); }
   std::string error() const { return read_file(folder_.path("error")); }
@@ -197,9 +207,7 @@ class RankFailures : public testing::Test {
                       "life)[^\n]*, last in [^\n]*; all ranks end: [^\n]*--resume",
                       rank, pid));
       EXPECT_TRUE(std::regex_search(error, line)) << error;
-      if (rank != 0) {
-        EXPECT_EQ(processes.lines().size(), 1u) << error;
-      }
+      EXPECT_EQ(processes.lines().size(), 1u) << error;
     }
     RankProcesses resumed({{3, arguments("run", "--resume")}});
     EXPECT_EQ(resumed.wait(120), 0) << resumed.error();
@@ -294,6 +302,23 @@ TEST_F(RankFailures, BadInputOfAllRanksIsOneLine) {
     ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
     EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
   };
+  expect_line("trian", "unknown command 'trian'; did you mean train?");
+  expect_line("train", "CONFIG is required");
+  expect_line("eval --frob", "eval: ");
+  expect_line("fidelity", "RUN is required");
+  expect_line("fidelity " + folder_.path("absent"), "absent holds no run");
+  expect_line("eval " + folder_.path("absent"), "absent");
+  expect_line("bench stop", "'agoq bench stop' was given");
+  expect_line("bench comm --elements 5", "--elements is a multiple of 4096");
+  expect_line("bench comm --timeout 0", "--timeout is 1 s or more; 0 was given");
+  expect_line("bench comm --device gpu", "--device is cpu or cuda");
+  expect_line(std::string("bench step ") + AGOQ_CONFIG + " --set parallel.ranks=2",
+              "parallel.ranks is 2 and 4 ranks were launched: launch 2");
+  expect_line(std::string("bench step ") + AGOQ_CONFIG + " --steps 0", "--steps is from 1 to");
+  expect_line(arguments("run", "--set parallel.ranks=1"),
+              "agoq: parallel.ranks is 1 and 4 ranks were launched: launch 1");
+  expect_line(arguments("run", "--set parallel.timeout_seconds=0.5"),
+              "parallel.timeout_seconds must be a number from 1, not 0.5");
   expect_line("train " + folder_.path("broken.toml"), "broken.toml");
   expect_line("train " + folder_.path("unknown.toml"), "unknown key model.hiden; did you mean hidden?");
   expect_line("train " + folder_.path("absent.toml"), "absent.toml");
@@ -312,6 +337,123 @@ TEST_F(RankFailures, BadInputOfOneRankEndsAllAndNamesIt) {
   ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
   EXPECT_EQ(processes.lines().front().find("agoq: rank 2: "), 0u) << processes.error();
   EXPECT_FALSE(fs::exists(folder_.path("run") + "/config.toml"));
+}
+
+// One rank's command line, which the others know nothing of; and commands that exchange other things.
+TEST_F(RankFailures, CommandLinesThatDifferAreToldSo) {
+  const auto expect_line = [&](const std::string& second, const std::string& text) {
+    RankProcesses processes({{1, arguments("run")}, {1, second}});
+    EXPECT_EQ(processes.wait(20), 2) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
+  };
+  expect_line("train --frob x", "agoq: rank 1: train: ");
+  expect_line("bench comm --timeout 3", "the command is train on rank 0 and bench on rank 1");
+}
+
+TEST_F(RankFailures, RanksOfAnotherVersionAreToldSo) {
+  RankProcesses processes(
+      {{1, arguments("run")}, {2, "'0.2.0 def'", AGOQ_OTHER_VERSION}, {1, arguments("run")}});
+  EXPECT_EQ(processes.wait(20), 2) << processes.error();
+  ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+  const std::regex line(
+      "agoq: the ranks run different programs: agoq [^ ]+( [^ ,]+)?, protocol [0-9]+ on ranks 0 and 3, "
+      "agoq 0\\.2\\.0 def, protocol [0-9]+ on ranks 1 and 2; start all of them with the same one");
+  EXPECT_TRUE(std::regex_match(processes.lines().front(), line)) << processes.error();
+}
+
+// MPI would wait for it for ever.
+TEST_F(RankFailures, ARankThatEndsBeforeTheyMeetIsNotWaitedForWithoutEnd) {
+  for (const bool first : {true, false}) {
+    std::vector<RankGroup> groups{{3, arguments("run")}};
+    groups.insert(first ? groups.begin() : groups.end(), {1, "", "true"});
+    RankProcesses processes(groups);
+    // 10 s at least, and a turn of rank 1 where rank 0 is not there.
+    EXPECT_EQ(processes.wait(10 + 1.5 + kMargin), 1) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_EQ(processes.lines().front().find(fmt::format(
+                  "agoq: rank {} of 4 has waited 10 s for all others to come, and not all of them have",
+                  first ? 1 : 0)),
+              0u)
+        << processes.error();
+  }
+}
+
+// Its process lives, and so does the thread that gives signs of life.
+TEST_F(RankFailures, ARankThatDoesNotComeIsNamedFirst) {
+  RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
+  const Clock::time_point start = Clock::now();
+  while (!in_a_step(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
+  const pid_t pid = processes.pid(1);
+  ASSERT_NE(pid, 0) << processes.error();
+  // Stops the main thread alone.
+  if (ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) != 0) GTEST_SKIP() << "no right to trace a process";
+  ASSERT_EQ(ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr), 0);
+  EXPECT_EQ(processes.wait(2 * kTimeout + kMargin), 1) << processes.error();
+  ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+  const std::regex line(fmt::format(
+      "agoq: rank 1 of 3 \\(host [^ ]+, pid {}\\), in [^;]*, did not come to [^;]* within {} "
+      "s: rank [02] waited for it in [^;]*; all ranks end: go on from the last checkpoint "
+      "with --resume[^;]*, and raise parallel.timeout_seconds if a rank is only slow",
+      pid, kTimeout));
+  EXPECT_TRUE(std::regex_match(processes.lines().front(), line)) << processes.error();
+}
+
+// What works in one process is done and printed once.
+TEST_F(RankFailures, CommandsOfOneProcessAreRunByRank0) {
+  const auto count = [](const std::string& text, const std::string& part) {
+    int found = 0;
+    for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1))
+      ++found;
+    return found;
+  };
+  const auto expect_once = [&](const std::string& command, const std::string& part, bool is_noticed) {
+    RankProcesses processes({{3, command}});
+    EXPECT_EQ(processes.wait(60), 0) << processes.error();
+    EXPECT_EQ(count(processes.out(), part), 1) << processes.out();
+    EXPECT_EQ(count(processes.error(), "works in one process: rank 0 of 3 does"), is_noticed ? 1 : 0)
+        << processes.error();
+  };
+  expect_once("--version", "\n", false);
+  expect_once("", "Start with", false);
+  expect_once("train --help", "--resume", false);
+  expect_once("info", "compiler", true);
+  expect_once(std::string("plan ") + AGOQ_CONFIG, "\n3 ranks, quangrad: what one of them holds\n", true);
+  expect_once(std::string("plan ") + AGOQ_CONFIG + " --set parallel.ranks=5", "\n5 ranks, quangrad",
+              true);
+}
+
+/// Steps take longer than mpirun leaves to ranks that it ends.
+std::string slow_steps() {
+  return "--set train.sequence=256 --set train.micro_batch=32 --set train.steps=1000";
+}
+
+TEST_F(RankFailures, ASignalToMpirunSavesARunOfLongSteps) {
+  // SIGUSR1 it passes on. On SIGINT, Ctrl-C, it waits for its odls_base_sigkill_timeout, sends SIGTERM,
+  // and waits for as long before it kills.
+  for (const auto& [signal, options] :
+       {std::pair{SIGUSR1, ""}, {SIGINT, "--mca odls_base_sigkill_timeout 10"}}) {
+    SCOPED_TRACE(signal);
+    const std::string run = fmt::format("run-{}", signal);
+    RankProcesses processes({{2, arguments(run, slow_steps())}}, options);
+    const Clock::time_point start = Clock::now();
+    const auto lines_of_metrics = [&] {
+      const std::string metrics = read_file(folder_.path(run) + "/metrics.jsonl");
+      return std::count(metrics.begin(), metrics.end(), '\n');
+    };
+    while (lines_of_metrics() < 1 && seconds_since(start) < 60) sleep_a_little();
+    sleep_a_little();
+    processes.signal(signal);
+    const std::optional<int> status = processes.wait(60);
+    ASSERT_TRUE(status.has_value());
+    if (signal == SIGUSR1) {
+      EXPECT_EQ(*status, 0) << processes.error();
+    }
+    EXPECT_EQ(processes.lines().size(), 0u) << processes.error();
+    const fs::path saved =
+        fs::path(folder_.path(run)) / "checkpoints" / fmt::format("step-{}", lines_of_metrics());
+    EXPECT_TRUE(fs::exists(saved / "manifest.json")) << processes.out() << processes.error();
+  }
 }
 
 // Where MPI does not understand the launcher every process is alone with it, and would train by itself.

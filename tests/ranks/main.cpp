@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
   agoq::Backend& backend = agoq::rank_backend();
   backend.use_device(launch.local_rank);
   backend.set_deterministic(true);
-  agoq::all_ranks = agoq::world(launch, backend, {"", agoq::kTimeoutSeconds});
+  agoq::all_ranks = agoq::world(launch, backend, {.timeout_seconds = agoq::kTimeoutSeconds});
   testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
   if (agoq::ranks().rank() != 0) delete listeners.Release(listeners.default_result_printer());
   listeners.Append(new agoq::RankListener);

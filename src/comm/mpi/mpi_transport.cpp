@@ -6,6 +6,7 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <limits>
@@ -152,6 +153,7 @@ class MpiRanks : public Communicator {
     complete("a gathering of values");
   }
 
+  std::uint64_t begun() const override { return begun_; }
   double set_timeout(double seconds) override { return std::exchange(timeout_seconds_, seconds); }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
@@ -171,6 +173,7 @@ class MpiRanks : public Communicator {
   }
 
   void begin() {
+    ++begun_;
     requests_.clear();
     peers_.clear();
   }
@@ -197,23 +200,20 @@ class MpiRanks : public Communicator {
   }
 
   [[noreturn]] void fail_late(const char* operation) {
-    std::string late;
+    std::vector<int> missing;
     for (std::size_t i = 0; i < requests_.size(); ++i) {
-      if (requests_[i] == MPI_REQUEST_NULL || peers_[i] == kEveryRank) continue;
-      const std::string name = std::to_string(peers_[i]);
-      if ((", " + late + ",").find(", " + name + ",") == std::string::npos) {
-        late += (late.empty() ? "" : ", ") + name;
-      }
+      if (requests_[i] != MPI_REQUEST_NULL && peers_[i] != kEveryRank) missing.push_back(peers_[i]);
     }
-    fail("rank {}: {} did not complete within {} s; {} {}", rank_, operation, timeout_seconds_,
-         late.empty() ? "some rank of" : "waiting for rank",
-         late.empty() ? std::to_string(size_) : late);
+    std::sort(missing.begin(), missing.end());
+    missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+    throw LateError(*this, operation, timeout_seconds_, std::move(missing));
   }
 
   MPI_Comm group_;
   int rank_ = 0;
   int size_ = 1;
   double timeout_seconds_;
+  std::atomic<std::uint64_t> begun_ = 0;
   // Kept from call to call: nothing is allocated inside a step.
   std::vector<MPI_Request> requests_;
   std::vector<int> peers_;

@@ -220,6 +220,7 @@ class NcclRanks : public Communicator {
     for (std::size_t first = 0; first < bytes; first += most) {
       const std::size_t piece = std::min(bytes - first, most);
       if (shared_) {
+        ++begun_;
         shared_->show(from + first, piece);
       } else {
         gather_piece(from + first, piece);
@@ -232,6 +233,7 @@ class NcclRanks : public Communicator {
     }
   }
 
+  std::uint64_t begun() const override { return begun_; }
   double set_timeout(double seconds) override {
     return std::exchange(options_.timeout_seconds, seconds);
   }
@@ -345,19 +347,18 @@ class NcclRanks : public Communicator {
 
   [[noreturn]] void fail_late(const char* operation) {
     abort();
-    fail("rank {}: {} did not complete within {} s; some rank of {} has stopped or is gone", rank_,
-         operation, options_.timeout_seconds, size_);
+    throw LateError(*this, operation, options_.timeout_seconds, {});
   }
 
   [[noreturn]] void fail_absent(const char* operation, int peer) {
     abort();
-    fail("rank {}: rank {} did not come to {} within {} s; it has stopped or is gone", rank_, peer,
-         operation, options_.timeout_seconds);
+    throw LateError(*this, operation, options_.timeout_seconds, {peer});
   }
 
   /// Queues what `call` calls on the stream and watches it.
   template <typename Call>
   void queue(cudaStream_t stream, const char* operation, Call call) {
+    ++begun_;
     expect_joined();
     Rest rest;
     while (watched_count_ == kMostWatched) {
@@ -440,6 +441,7 @@ class NcclRanks : public Communicator {
   int rank_ = 0;
   int size_ = 1;
   NcclOptions options_;
+  std::atomic<std::uint64_t> begun_ = 0;
   // For values of the host.
   cudaStream_t stream_ = nullptr;
   std::size_t piece_bytes_ = 0;
