@@ -212,6 +212,8 @@ void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
                 [&] { step = benchmark_step(config, backend, ranks.all(), options); });
   ranks.leave();
   if (!ranks.leads()) return;
+  config.parallel.ranks = ranks.size();
+  if (const std::string idle = idle_ranks_of(config); !idle.empty()) print_notice(idle);
   if (arguments.json) {
     fmt::print("{}\n", step.to_json(config));
   } else {

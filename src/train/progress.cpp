@@ -12,6 +12,11 @@
 #include "core/quantity.h"
 
 namespace agoq {
+
+std::string Exposed::text() const {
+  return fmt::format("{:.2f} ms ({:.1f} %)", 1e3 * seconds, 100 * seconds / step_seconds);
+}
+
 Progress::Progress(std::string label, std::int64_t steps, std::int64_t log_every, bool enabled)
     : label_(std::move(label)),
       steps_(steps),
@@ -23,12 +28,14 @@ Progress::~Progress() {
   if (line_open_) std::fputc('\n', stdout);
 }
 
-void Progress::show(std::int64_t step, double loss, double tokens_per_second, double seconds_left) {
+void Progress::show(std::int64_t step, double loss, double tokens_per_second, double seconds_left,
+                    const std::optional<Exposed>& exposed) {
   if (!enabled_) return;
   const bool due = step % log_every_ == 0 || step == steps_;
   if (!terminal_ && !due) return;
-  print(fmt::format("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s  {} left{}", terminal_ ? "\r" : "",
-                    label_, step, steps_, loss, tokens_per_second, format_duration(seconds_left),
+  print(fmt::format("{}{} step {}/{}  loss {:.4f}  {:.0f} tokens/s{}  {} left{}", terminal_ ? "\r" : "",
+                    label_, step, steps_, loss, tokens_per_second,
+                    exposed ? "  exposed " + exposed->text() : "", format_duration(seconds_left),
                     terminal_ ? "\x1b[K" : "\n"));
   line_open_ = terminal_;
 }

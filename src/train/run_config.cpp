@@ -251,6 +251,9 @@ void RunConfig::check() const {
   check_input(optimizer.warmup_steps <= run.steps,
               "optimizer.warmup_steps is {}, more than train.steps, which is {}", optimizer.warmup_steps,
               run.steps);
+  check_input(!parallel.reduction.requantise_shards || parallel.reduction.sharded,
+              "parallel.requantise_shards is true and parallel.shard_optimizer false: it is the sharded "
+              "update that can read requantised sums; set both, or neither");
   check_size(*this);
   if (optimizer.schedule == ScheduleKind::kWarmupStableDecay) {
     check_input(optimizer.decay_steps <= run.steps - optimizer.warmup_steps,
@@ -320,6 +323,15 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
     changes.push_back(fmt::format("{} {} -> {}", key.full_name(), printable(before), printable(after)));
   }
   return changes;
+}
+
+std::string idle_ranks_of(const RunConfig& config) {
+  const std::int64_t idle = config.parallel.ranks - config.run.micro_batches;
+  if (idle <= 0) return "";
+  return fmt::format(
+      "{} of {} ranks compute nothing: a step has {} micro-batch{}; raise train.micro_batches, or start "
+      "fewer ranks",
+      idle, config.parallel.ranks, config.run.micro_batches, config.run.micro_batches == 1 ? "" : "es");
 }
 
 std::string reduction_of(const RunConfig& config) {

@@ -117,6 +117,10 @@ std::vector<std::string> changes_on_resume(const RunConfig& trained, const RunCo
 /// it asks for another number.
 RunConfig with_ranks(const RunConfig& config, const Communicator& ranks);
 
+/// What the user should know of `config`, whose parallel.ranks are known, where some of the ranks have
+/// no micro-batch of a step; empty where all have.
+std::string idle_ranks_of(const RunConfig& config);
+
 /// How the ranks of the run reduce gradients: "quangrad", "library, optimizer sharded".
 std::string reduction_of(const RunConfig& config);
 

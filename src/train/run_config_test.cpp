@@ -179,6 +179,34 @@ TEST(RunConfig, RefusesKeysThatDoNotFitTogether) {
                "optimizer.warmup_steps is 101, more than train.steps");
   expect_error("[optimizer]\nschedule = \"warmup-stable-decay\"\nwarmup_steps = 60\ndecay_steps = 41\n",
                "optimizer.decay_steps is 41, but 40 of 100 steps remain");
+  expect_error("[parallel]\nrequantise_shards = true\n",
+               "parallel.requantise_shards is true and parallel.shard_optimizer false");
+}
+
+TEST(RunConfig, RefusesATimeoutThatNoRankCouldKeep) {
+  for (const char* seconds : {"0", "-1.0", "0.99", "1e-9"}) {
+    expect_error(fmt::format("[parallel]\ntimeout_seconds = {}\n", seconds),
+                 "parallel.timeout_seconds must be a number from 1, not ");
+  }
+}
+
+TEST(RunConfig, NamesRanksWithoutAMicroBatch) {
+  RunConfig config;
+  config.run.micro_batches = 4;
+  config.parallel.ranks = 4;
+  EXPECT_EQ(idle_ranks_of(config), "");
+  config.parallel.ranks = 6;
+  EXPECT_EQ(idle_ranks_of(config),
+            "2 of 6 ranks compute nothing: a step has 4 micro-batches; raise train.micro_batches, or "
+            "start fewer ranks");
+}
+
+TEST(RunConfig, SaysHowGradientsAreReduced) {
+  RunConfig config;
+  EXPECT_EQ(reduction_of(config), "quangrad");
+  config.parallel.reduction.kind = GradientReduction::kLibrary;
+  config.parallel.reduction.sharded = true;
+  EXPECT_EQ(reduction_of(config), "library, optimizer sharded");
 }
 
 TEST(RunConfig, NamesTheSettingsThatAResumedRunChangedAndRefusesThoseThatItMayNot) {

@@ -64,13 +64,13 @@ class StopSignals {
   struct sigaction old_hup_ {};
 };
 
-/// Tokens per second: the median over all steps but the first two, which meet cold caches.
-class Speed {
+/// Seconds of every step. Their median is over all but the first two, which meet cold caches.
+class StepTimes {
  public:
-  explicit Speed(std::int64_t steps) { seconds_.reserve(static_cast<std::size_t>(steps)); }
+  explicit StepTimes(std::int64_t steps) { seconds_.reserve(static_cast<std::size_t>(steps)); }
   void add(double seconds) { seconds_.push_back(seconds); }
-  /// Seconds of the median step; 0 before the first.
-  double median_step() {
+  /// 0 before the first.
+  double median() {
     if (seconds_.empty()) return 0;
     const std::size_t skip = seconds_.size() > 4 ? 2 : 0;
     // A copy of the tail only, in memory that was reserved.
@@ -79,8 +79,8 @@ class Speed {
     std::nth_element(sorted_.begin(), middle, sorted_.end());
     return *middle;
   }
-  /// Seconds of the last few steps, on average.
-  double recent_step() const {
+  /// Of the last few steps, on average.
+  double recent() const {
     const std::size_t count = std::min<std::size_t>(seconds_.size(), 8);
     double sum = 0;
     for (std::size_t i = seconds_.size() - count; i < seconds_.size(); ++i) sum += seconds_[i];
@@ -137,6 +137,11 @@ std::string to_json(const RunSummary& summary) {
   nlohmann::ordered_json json;
   json["policy"] = summary.policy;
   json["ranks"] = summary.ranks;
+  if (summary.ranks > 1) {
+    json["reduction"] = summary.reduction;
+    json["exposed_communication_seconds"] = summary.exposed_communication_seconds;
+    json["exposed_communication_share"] = summary.exposed_communication_share;
+  }
   json["steps"] = summary.steps;
   json["stopped"] = summary.stopped;
   json["skipped_steps"] = summary.skipped_steps;
@@ -168,6 +173,9 @@ RunSummary read_summary(const std::string& directory) {
   try {
     summary.policy = json.at("policy");
     summary.ranks = json.value("ranks", std::int64_t{1});
+    summary.reduction = json.value("reduction", "");
+    summary.exposed_communication_seconds = json.value("exposed_communication_seconds", 0.0);
+    summary.exposed_communication_share = json.value("exposed_communication_share", 0.0);
     summary.steps = json.at("steps");
     summary.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     summary.parameters = json.at("parameters");
@@ -252,6 +260,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   together(ranks, [&] {
     if (!leads) return;
     for (const std::string& change : changes) options.notice("changed: " + change);
+    if (const std::string idle = idle_ranks_of(config); !idle.empty()) options.notice(idle);
     directory.begin(given, to_json(plan, config));  // a resumed run may have other ranks
     metrics = directory.open_metrics(trainer.step());
   });
@@ -259,7 +268,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   const StopSignals signals;
   const std::string label(name_of(config.activations.policy));
   Progress progress(label, config.run.steps, config.run.log_every, options.show_progress && leads);
-  Speed speed(config.run.steps);
+  StepTimes times(config.run.steps), exposed(config.run.steps);
   RunSummary summary;
   NonFiniteSteps nonfinite(config, trainer, data);
   const auto save = [&] {
@@ -321,11 +330,14 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
     const std::optional<StepReport> report = nonfinite.finish_step(first_sequence, batch);
     if (report) {
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-      speed.add(seconds);
+      times.add(seconds);
+      exposed.add(report->exposed_communication_seconds);
       const auto tokens = static_cast<double>(config.run.tokens_per_step());
       if (leads) metrics << metrics_line(*report, ranks.size(), seconds, tokens / seconds) << std::flush;
-      progress.show(report->step, report->loss, tokens / speed.recent_step(),
-                    static_cast<double>(config.run.steps - report->step) * speed.recent_step());
+      std::optional<Exposed> of_step;
+      if (ranks.size() > 1) of_step = Exposed{report->exposed_communication_seconds, seconds};
+      progress.show(report->step, report->loss, tokens / times.recent(),
+                    static_cast<double>(config.run.steps - report->step) * times.recent(), of_step);
       summary.training_loss = report->loss;
     } else {
       if (leads) metrics << nonfinite.metrics_line() << std::flush;
@@ -367,8 +379,13 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   summary.peak_bytes_predicted = plan.predicted_peak();
   summary.peak_bytes_measured = peak_memory.bytes();
   summary.resident_bytes_grown = resident_memory().peak - resident_at_start;
-  if (speed.median_step() > 0) {
-    summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / speed.median_step();
+  if (times.median() > 0) {
+    summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / times.median();
+  }
+  if (ranks.size() > 1) {
+    summary.reduction = reduction_of(config);
+    summary.exposed_communication_seconds = exposed.median();
+    if (times.median() > 0) summary.exposed_communication_share = exposed.median() / times.median();
   }
   if (leads && !summary.stopped) directory.write("summary.json", to_json(summary));
   return summary;

@@ -18,6 +18,9 @@ namespace agoq {
 struct RunSummary {
   std::string policy;
   std::int64_t ranks = 1;
+  std::string reduction;                     // of several ranks: reduction_of()
+  double exposed_communication_seconds = 0;  // of several ranks: median over steps (StepReport)
+  double exposed_communication_share = 0;    // of the median step
   std::int64_t steps = 0;
   bool stopped = false;            // by a signal, before the last step or its validation was done
   std::int64_t skipped_steps = 0;  // by run.nonfinite, since the run was started or resumed
@@ -43,7 +46,8 @@ struct RunOptions {
   bool show_progress = true;
   /// Who share the run; null: this process alone. Rank 0 shows progress and writes the run directory.
   Communicator* ranks = nullptr;
-  /// Gets a line for each setting that changed on resume, and for each checkpoint that was skipped.
+  /// Gets a line for each setting that changed on resume, for each checkpoint that was skipped, and
+  /// where ranks have nothing to do.
   Notice notice = print_notice;
 };
 
