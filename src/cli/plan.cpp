@@ -59,7 +59,7 @@ void print_slots(const RunPlan& plan) {
   fmt::print("{}\n", table.to_string());
 }
 
-void print_classes(const RunPlan& plan) {
+void print_classes(const RunPlan& plan, std::int64_t ranks) {
   Table table({{"memory"}, {"bytes", Align::kRight}, {"share", Align::kRight}});
   const auto peak = static_cast<double>(plan.predicted_peak());
   const auto add = [&](const std::string& name, std::size_t bytes) {
@@ -86,7 +86,7 @@ void print_classes(const RunPlan& plan) {
   } else {
     add("text", plan.data);
     add("checkpoint being written", plan.checkpoint);
-    add("program and libraries", plan.program);
+    add(ranks > 1 ? "program and libraries, with MPI" : "program and libraries", plan.program);
   }
   table.add_rule();
   add("predicted peak", plan.predicted_peak());
@@ -124,7 +124,7 @@ void plan_command(const PlanArguments& arguments, int launched) {
       plan.parameters, name_of(config.model.dtype), name_of(config.activations.policy), plan.tokens,
       config.run.micro_batch, config.run.sequence, config.run.micro_batches, ranks_text(config));
   print_slots(plan);
-  print_classes(plan);
+  print_classes(plan, config.parallel.ranks);
   if (plan.attention_groups > 1) {
     fmt::print(
         "\nBackward attention runs in {} groups of key/value heads: all at once would not fit the {} "

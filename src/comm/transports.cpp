@@ -31,12 +31,17 @@ Transport& open(const char* file, const char* variable, const char* built, const
                                      variable);
 }
 
+bool mpi_opened = false;
+
 }  // namespace
+
+bool mpi_is_open() { return mpi_opened; }
 
 MpiTransport& mpi_transport() {
   static MpiTransport& transport = open<MpiTransport>(
       "libagoq_mpi.so", "AGOQ_MPI_MODULE", kMpiModule, "agoq_mpi_transport", "MPI",
       "install Open MPI (Debian: libopenmpi-dev openmpi-bin) and build again (./dev build)");
+  mpi_opened = true;
   return transport;
 }
 

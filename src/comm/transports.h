@@ -41,6 +41,8 @@ class NcclTransport {
 /// Open the module at the first call. Throw Error (kInput) where the build has none or a library that it
 /// needs is missing.
 MpiTransport& mpi_transport();
+/// Whether mpi_transport() has been there: what MPI takes to start is then in this process's memory.
+bool mpi_is_open();
 NcclTransport& nccl_transport();
 
 }  // namespace agoq

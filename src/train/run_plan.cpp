@@ -6,6 +6,7 @@
 
 #include "checkpoint/hugging_face.h"
 #include "checkpoint/json_text.h"
+#include "comm/transports.h"
 #include "train/memory_probe.h"
 #include "train/trainer.h"
 
@@ -17,6 +18,19 @@ namespace {
 // (comm/nccl/peer_copies.cpp).
 constexpr std::size_t kNcclBytes = std::size_t{450} << 20;
 constexpr std::size_t kPeerCopiesBytes = std::size_t{2} << 20;
+
+// What Open MPI 4.1.4 takes of a rank's host memory on one machine, to start and in the exchanges of
+// training (benchmarks/results/2026-11-30-cpu-ranks-mpi-memory.json): little, and a quarter of what a
+// tiny run holds.
+constexpr std::size_t kMpiStartBytes = 3'200'000, kMpiStartBytesOfRank = 45'000;
+constexpr std::size_t kMpiExchangeBytesOfRank = 100'000;
+
+/// Of a plan for `ranks` on CPUs: what is not in this process's memory yet.
+std::size_t mpi_bytes_to_come(std::size_t ranks) {
+  if (ranks <= 1) return 0;
+  const std::size_t start = mpi_is_open() ? 0 : kMpiStartBytes + ranks * kMpiStartBytesOfRank;
+  return start + ranks * kMpiExchangeBytesOfRank;
+}
 
 /// A product of small matrices, for what libraries allocate at their first one. In no more memory than
 /// it takes: with a tiny model the plan would otherwise be the run's peak.
@@ -129,6 +143,7 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
     const auto in_use = static_cast<std::size_t>(memory_use().current);
     plan.program = in_use - (data_loaded ? data_bytes : 0);
   }
+  plan.program += mpi_bytes_to_come(static_cast<std::size_t>(config.parallel.ranks));
   return plan;
 }
 

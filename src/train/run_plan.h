@@ -26,7 +26,7 @@ struct RunPlan {
   std::size_t loss_chunk = 0;  // of the workspace: what head and loss take (shared with the layers)
   std::size_t data = 0;        // the text, in host memory
   std::size_t checkpoint = 0;  // host memory through which a checkpoint is written
-  std::size_t program = 0;     // the program and its libraries, counted when the plan was made
+  std::size_t program = 0;     // the program and its libraries, counted when the plan was made, and MPI
   /// The device that the arenas lie in; nothing where that is host memory.
   std::optional<DeviceMemory> device;
   /// Of the memory that the arenas lie in: on a device the host's share does not count.

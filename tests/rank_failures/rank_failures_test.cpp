@@ -423,6 +423,29 @@ TEST_F(RankFailures, CommandsOfOneProcessAreRunByRank0) {
               true);
 }
 
+// With all that its libraries take, MPI's memory included, which is a quarter of what a tiny run holds.
+TEST_F(RankFailures, APlanForSeveralRanksHoldsToWhatTheyTake) {
+  const auto value = [](const std::string& json, const std::string& name) {
+    const std::size_t at = json.find("\"" + name + "\": ");
+    return at == std::string::npos ? 0.0 : std::stod(json.substr(at + name.size() + 4));
+  };
+  for (const int ranks : {2, 4}) {
+    const std::string settings = "--set train.steps=3";
+    std::string plan = arguments("run", settings);
+    plan.replace(0, std::string("train").size(), "plan");
+    RankProcesses planned({{1, fmt::format("{} --set parallel.ranks={}", plan, ranks)}});
+    ASSERT_EQ(planned.wait(60), 0) << planned.error();
+    RankProcesses run({{ranks, arguments("run", settings + " --overwrite")}});
+    ASSERT_EQ(run.wait(60), 0) << run.error();
+    const double predicted = value(planned.out(), "peak_bytes_predicted");
+    const double in_the_run = value(run.out(), "peak_bytes_predicted");
+    const double measured = value(run.out(), "peak_bytes_measured");
+    if (measured == 0) GTEST_SKIP() << "this program does not count its memory";
+    EXPECT_NEAR(predicted / measured, 1, 0.05) << ranks;
+    EXPECT_NEAR(in_the_run / measured, 1, 0.03) << ranks;
+  }
+}
+
 /// Steps take longer than mpirun leaves to ranks that it ends.
 std::string slow_steps() {
   return "--set train.sequence=256 --set train.micro_batch=32 --set train.steps=1000";
@@ -477,8 +500,29 @@ TEST_F(RankFailures, ProgressIsWholeLines) {
   RankProcesses processes({{2, all}});
   ASSERT_EQ(processes.wait(60), 0) << processes.error();
   EXPECT_NE(processes.out().find("agoq step 4/4"), std::string::npos) << processes.out();
+  const auto expect_line = [&](const std::string& line) {
+    EXPECT_TRUE(std::regex_search(processes.out(), std::regex("\n" + line + "\n"))) << processes.out();
+  };
+  expect_line(
+      "agoq step 4/4  loss [0-9.]+  [0-9]+ tokens/s  exposed [0-9.]+ ms \\([0-9.]+ %\\)  .* left");
+  expect_line("ranks +2");
+  expect_line("reduction of gradients +quangrad");
+  expect_line("exposed communication \\(median step\\) +[0-9.]+ ms, [0-9.]+ %");
   EXPECT_EQ(processes.out().find("\x1b["), std::string::npos) << processes.out();
   EXPECT_EQ(processes.out().find("agoq step 3/4"), std::string::npos) << processes.out();
+}
+
+TEST_F(RankFailures, RanksWithoutAMicroBatchAreNoticed) {
+  const std::string line =
+      "2 of 3 ranks compute nothing: a step has 1 micro-batch; raise train.micro_batches, or start "
+      "fewer ranks\n";
+  const std::string settings = "--set train.micro_batches=1 --set train.steps=2";
+  RankProcesses processes({{3, arguments("run", settings)}});
+  ASSERT_EQ(processes.wait(60), 0) << processes.error();
+  EXPECT_EQ(processes.error(), line);
+  RankProcesses enough({{3, arguments("enough", "--set train.steps=2")}});
+  ASSERT_EQ(enough.wait(60), 0) << enough.error();
+  EXPECT_EQ(enough.error(), "");
 }
 
 TEST_F(RankFailures, AnErrorOfAllRanksIsOneLine) {
