@@ -19,6 +19,7 @@
 #include "core/temporary_folder.h"
 #include "keep_baseline.h"
 #include "train/inference.h"
+#include "train/tiny_model.h"
 
 namespace agoq {
 namespace {
@@ -45,13 +46,7 @@ void write_text(const TemporaryFolder& folder) {
 
 RunConfig small_run(const TemporaryFolder& folder, const std::string& name) {
   RunConfig config;
-  config.model.hidden = 64;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.model.kv_heads = 2;
-  config.model.head_size = 16;
-  config.model.feed_forward = 128;
-  config.model.segments = 2;
+  config.model = testing_train::tiny_model(/*hidden=*/64, /*feed_forward=*/128);
   config.model.loss_chunk = 64;
   config.data.paths = {folder.path("text")};
   config.run.directory = folder.path(name);

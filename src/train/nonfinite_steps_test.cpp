@@ -17,6 +17,7 @@
 #include "core/temporary_folder.h"
 #include "train/finite_trace.h"
 #include "train/run_plan.h"
+#include "train/tiny_model.h"
 #include "train/training_run.h"
 
 namespace agoq {
@@ -53,13 +54,7 @@ class Planting : public ProfiledBackend {
 
 RunConfig small_config(BackendKind device) {
   RunConfig config;
-  config.model.hidden = 64;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.model.kv_heads = 2;
-  config.model.head_size = 16;
-  config.model.feed_forward = 128;
-  config.model.segments = 2;
+  config.model = testing_train::tiny_model(/*hidden=*/64, /*feed_forward=*/128);
   config.model.loss_chunk = 20;
   config.run.device = device;
   config.run.deterministic = true;

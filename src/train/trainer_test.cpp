@@ -10,31 +10,22 @@
 
 #include "backend/profiled_backend.h"
 #include "train/run_plan.h"
+#include "train/tiny_model.h"
 
 namespace agoq {
 namespace {
 
 RunConfig tiny_config() {
   RunConfig config;
-  config.model.hidden = 32;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.model.kv_heads = 2;
-  config.model.head_size = 8;
-  config.model.feed_forward = 48;
-  config.model.segments = 2;
+  config.model = testing_train::tiny_model(/*hidden=*/32, /*feed_forward=*/48);
   config.model.loss_chunk = 7;
-  config.model.dtype = ElementType::kFp32;
   config.model.initial_deviation = 0.2;
   config.run.sequence = 10;
   config.run.micro_batch = 1;
   config.run.micro_batches = 8;
   config.run.steps = 10;
   config.optimizer.warmup_steps = 0;
-  config.optimizer.moments_8bit = false;
-  config.optimizer.master = MasterKind::kNone;
-  config.gradients.format = exact_format(ElementType::kFp32);
-  config.activations.policy = SavePolicy::kKeep;
+  testing_train::quantise_nothing(config);
   return config;
 }
 

@@ -9,34 +9,26 @@
 
 #include "ranks/ranks.h"
 #include "train/run_plan.h"
+#include "train/tiny_model.h"
 #include "train/trainer.h"
 
 namespace agoq {
 
 inline constexpr QuantFormat kE4m3{Code::kE4m3, 128, ScaleType::kFp32, Rounding::kNearest};
 
-/// FP32 throughout, nothing quantised: what differs between layouts is the order of FP32 sums.
+/// FP32 throughout, in one segment.
 inline RunConfig fp32_config() {
   RunConfig config;
-  config.model.hidden = 64;
-  config.model.layers = 2;
-  config.model.heads = 4;
-  config.model.kv_heads = 2;
-  config.model.head_size = 16;
-  config.model.feed_forward = 176;
+  config.model = testing_train::tiny_model(/*hidden=*/64, /*feed_forward=*/176);
   config.model.segments = 1;
   config.model.loss_chunk = 16;
-  config.model.dtype = ElementType::kFp32;
   config.run.sequence = 16;
   config.run.micro_batch = 1;
   config.run.micro_batches = 24;
   config.run.steps = 50;
   config.optimizer.learning_rate = 5e-4;
   config.optimizer.warmup_steps = 5;
-  config.optimizer.moments_8bit = false;
-  config.optimizer.master = MasterKind::kNone;
-  config.gradients.format = exact_format(ElementType::kFp32);
-  config.activations.policy = SavePolicy::kKeep;
+  testing_train::quantise_nothing(config);
   return config;
 }
 
