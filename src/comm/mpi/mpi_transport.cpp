@@ -202,7 +202,10 @@ class MpiRanks : public Communicator {
   [[noreturn]] void fail_late(const char* operation) {
     std::vector<int> missing;
     for (std::size_t i = 0; i < requests_.size(); ++i) {
-      if (requests_[i] != MPI_REQUEST_NULL && peers_[i] != kEveryRank) missing.push_back(peers_[i]);
+      // MPI_Testall leaves all as they are until the last is done.
+      int done = 0;
+      MPI_Request_get_status(requests_[i], &done, MPI_STATUS_IGNORE);
+      if (done == 0 && peers_[i] != kEveryRank) missing.push_back(peers_[i]);
     }
     std::sort(missing.begin(), missing.end());
     missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
