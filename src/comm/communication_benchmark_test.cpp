@@ -16,9 +16,15 @@ TEST(CommunicationBenchmark, TimesEveryVariantAndCountsItsBytes) {
   for (const int size : {2, 3}) {
     on_ranks(size, [&](Communicator& ranks) {
       const std::int64_t elements = 16 * kBenchmarkWidth;
+      std::vector<double> told;
       const std::vector<CommunicationTime> times = measure_communication(
-          ranks, cpu_backend(), elements, {.repetitions = 2, .bucket_elements = 40000});
+          ranks, cpu_backend(), elements,
+          {.repetitions = 2, .bucket_elements = 40000, .notice = [&](const CommunicationTime& time) {
+             told.push_back(time.seconds);
+           }});
       ASSERT_EQ(times.size(), 7u);
+      ASSERT_EQ(told.size(), times.size());
+      for (std::size_t i = 0; i < told.size(); ++i) EXPECT_EQ(told[i], times[i].seconds);
       for (const CommunicationTime& time : times) {
         EXPECT_EQ(time.elements, elements);
         EXPECT_GT(time.seconds, 0) << name_of(time.variant);

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "comm/together.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -125,6 +126,28 @@ TEST(Launch, RefusesTheLauncherOfAnotherMpi) {
   expect_refused({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "another MPI");
   const Environment one(Variables{{"PMI_SIZE", "1"}});
   EXPECT_EQ(launch_from_environment().launcher, Launcher::kNone);
+}
+
+// Ranks of torchrun or srun, which cannot speak with each other yet: one line of each machine.
+TEST(Launch, TheFirstRankOfAMachineSpeaksForIt) {
+  Launch launch;
+  const auto text_of_rank = [&](int local_rank) -> std::string {
+    launch.local_rank = local_rank;
+    try {
+      alike_on_a_machine(launch, [] { fail_input("unknown key"); });
+    } catch (const AgreedError& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      return error.what();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      return error.what();
+    }
+    return "no error";
+  };
+  EXPECT_EQ(text_of_rank(0), "unknown key");
+  EXPECT_EQ(text_of_rank(1), "");
+  launch.local_rank = 1;
+  alike_on_a_machine(launch, [] {});
 }
 
 }  // namespace

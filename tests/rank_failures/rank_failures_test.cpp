@@ -512,6 +512,21 @@ TEST_F(RankFailures, ProgressIsWholeLines) {
   EXPECT_EQ(processes.out().find("agoq step 3/4"), std::string::npos) << processes.out();
 }
 
+// On stderr as they come, so that stdout holds the table, or the JSON, alone.
+TEST_F(RankFailures, BenchCommSaysWhatItHasMeasured) {
+  RankProcesses processes({{2, "bench comm --elements 8192 --repetitions 1 --json"}});
+  ASSERT_EQ(processes.wait(60), 0) << processes.error();
+  const std::string error = processes.error();
+  EXPECT_EQ(std::count(error.begin(), error.end(), '\n'), 7) << error;
+  for (const char* variant : {"plain exchange, 1 byte an element", "QuanGrad all-reduce",
+                              "ZeRO-1 reduce with norm", "fp32 reduce-scatter"}) {
+    EXPECT_TRUE(std::regex_search(
+        error, std::regex(fmt::format("(^|\n)8,192 elements, {}: [0-9.]+ ms\n", variant))))
+        << error;
+  }
+  EXPECT_EQ(processes.out().find("{"), 0u) << processes.out();
+}
+
 TEST_F(RankFailures, RanksWithoutAMicroBatchAreNoticed) {
   const std::string line =
       "2 of 3 ranks compute nothing: a step has 1 micro-batch; raise train.micro_batches, or start "
