@@ -84,6 +84,9 @@ struct AdamwStep {
 
 enum class BackendKind : std::uint8_t { kCpu, kCuda };
 
+/// What each rank holds of the same rows, in rank order.
+using TensorPieces = std::span<const QuantTensor>;
+
 /// Bytes of a device's memory.
 struct DeviceMemory {
   std::string name;       // "NVIDIA H200"; empty on a machine without the device, where a plan is made
@@ -212,8 +215,14 @@ class Backend {
   // --- reductions ---
   /// total[0] = sum of x in double precision, in element order.  total fp64 [1].
   virtual void sum(const Context&, const Tensor& x, const Tensor& total) = 0;
-  /// total[0] = sum of squares of what x decodes to, in double precision.
-  virtual void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) = 0;
+  /// totals[i] = sum of squares of what xs[i] decodes to, in double precision; it depends on xs[i]
+  /// alone. totals fp64 [as many as xs].
+  virtual void sums_of_squares(const Context&, std::span<const QuantTensor> xs,
+                               const Tensor& totals) = 0;
+  /// Of one.
+  void sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
+    sums_of_squares(context, {&x, 1}, total);
+  }
 
   // --- formats ---
   /// destination = quantised source.  source [rows(), width()] matches destination's grid. key is used
@@ -240,10 +249,15 @@ class Backend {
   /// it. sum: of the same format; all of its scales become `scale`.
   virtual void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces,
                                   const QuantTensor& sum, float scale) = 0;
-  /// total[0] = sum of squares of the sum of the pieces, in double precision. What it computes depends
-  /// on the values only: the same bits whether they come as pieces or as one exact tensor.
-  virtual void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
-                                     const Tensor& total);
+  /// totals[i] = sum of squares of the sum of the pieces tensors[i], in double precision. What it
+  /// computes depends on their values only: the same bits whether they come as pieces or as one exact
+  /// tensor. totals fp64 [as many as tensors].
+  virtual void pieces_sums_of_squares(const Context&, std::span<const TensorPieces> tensors,
+                                      const Tensor& totals);
+  /// Of one.
+  void pieces_sum_of_squares(const Context& context, const TensorPieces& pieces, const Tensor& total) {
+    pieces_sums_of_squares(context, {&pieces, 1}, total);
+  }
 
   // --- optimizer ---
   /// One AdamW update in a single pass; no FP32 gradient or moment of a whole tensor exists. key names

@@ -53,7 +53,7 @@ class KernelBenchmark {
     dequantize();
     accumulate();
     adamw_update();
-    sum_of_squares();
+    sums_of_squares();
     rope();
     embedding_forward();
     embedding_backward();
@@ -294,15 +294,19 @@ class KernelBenchmark {
         });
   }
 
-  void sum_of_squares() {
-    const BlockGrid grid = sizes_.parameter();
-    const std::int64_t rows = grid.rows, width = grid.row_length, segments = grid.segments;
-    measure("sum_of_squares", matrix(rows, width) + " " + gradient_.to_string(), [&] {
-      const QuantTensor x = random(gradient_, rows, width, segments);
-      const Tensor total = empty(ElementType::kFp64, Shape{1});
-      return Case{bytes_of(x) + bytes_of(total),
-                  [=, this] { backend_.sum_of_squares(context_, x, total); }};
-    });
+  void sums_of_squares() {
+    const std::vector<BlockGrid> grids = sizes_.parameters_of_layer();
+    measure("sums_of_squares",
+            fmt::format("{} gradients of a layer, {}", grids.size(), gradient_.to_string()), [&] {
+              std::vector<QuantTensor> gradients;
+              for (const BlockGrid& grid : grids) {
+                gradients.push_back(random(gradient_, grid.rows, grid.row_length, grid.segments));
+              }
+              const Tensor totals = empty(ElementType::kFp64, Shape{std::ssize(gradients)});
+              std::int64_t bytes = bytes_of(totals);
+              for (const QuantTensor& gradient : gradients) bytes += bytes_of(gradient);
+              return Case{bytes, [=, this] { backend_.sums_of_squares(context_, gradients, totals); }};
+            });
   }
 
   void rope() {

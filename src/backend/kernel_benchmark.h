@@ -7,6 +7,7 @@
 // any cache.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -28,6 +29,17 @@ struct KernelSizes {
 
   /// The parameter that gradient and optimizer operations work on: the down projection at 16,384 tokens.
   BlockGrid parameter() const { return {tokens < 4 ? 1 : tokens / 4, feed_forward, segments}; }
+  /// The matrices of a layer, whose gradients the norm of a step reads: QKV, attention's output, gate
+  /// and up, down; of fewer rows where there are fewer tokens.
+  std::vector<BlockGrid> parameters_of_layer() const {
+    const auto rows = [&](std::int64_t all) {
+      return std::min(all, std::max<std::int64_t>(2 * tokens, 1));
+    };
+    return {{rows(attention.qkv_width()), hidden, 1},
+            {rows(hidden), hidden, 1},
+            {rows(2 * feed_forward), hidden, 1},
+            {rows(hidden), feed_forward, segments}};
+  }
   /// Tokens whose logits exist at once.
   std::int64_t loss_rows() const { return tokens < 8 ? 1 : tokens / 8; }
 };

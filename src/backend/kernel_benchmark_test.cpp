@@ -36,7 +36,7 @@ TEST(KernelBenchmark, TimesEveryOperation) {
                                           "dequantize",
                                           "accumulate",
                                           "adamw_update",
-                                          "sum_of_squares",
+                                          "sums_of_squares",
                                           "rope",
                                           "embedding_forward",
                                           "embedding_backward",

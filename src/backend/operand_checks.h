@@ -95,6 +95,17 @@ inline void expect_naive_pieces(std::span<const QuantTensor> pieces, const Quant
   }
 }
 
+/// Throws unless `totals` has room for `count` sums in double precision.
+inline void check_totals(std::string_view operation, const Tensor& totals, std::size_t count) {
+  check(totals.type == ElementType::kFp64 && totals.count() == static_cast<std::int64_t>(count),
+        "{}: totals are {} fp64 elements; {} {} was given", operation, count, name_of(totals.type),
+        totals.shape.to_string());
+}
+inline Tensor total_of(const Tensor& totals, std::size_t index) {
+  const auto row = static_cast<std::int64_t>(index);
+  return totals.reshaped(Shape{totals.count(), 1}).slice_rows(row, row + 1).reshaped(Shape{1});
+}
+
 /// Throws unless RMSNorm is given a weight of one value per column and LayerNorm none.
 inline void expect_norm_weight(std::string_view operation, NormKind kind, const Tensor& weight,
                                ElementType type, std::int64_t width) {

@@ -183,9 +183,10 @@ void ProfiledBackend::sum(const Context& context, const Tensor& x, const Tensor&
   run(context, "sum", of(x), 0, [&](const Context& own) { backend_.sum(own, x, total); });
 }
 
-void ProfiledBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
-  run(context, "sum_of_squares", of(x), 0,
-      [&](const Context& own) { backend_.sum_of_squares(own, x, total); });
+void ProfiledBackend::sums_of_squares(const Context& context, std::span<const QuantTensor> xs,
+                                      const Tensor& totals) {
+  run(context, "sums_of_squares", of(xs), 0,
+      [&](const Context& own) { backend_.sums_of_squares(own, xs, totals); });
 }
 
 void ProfiledBackend::quantize(const Context& context, const Tensor& source,
@@ -220,10 +221,13 @@ void ProfiledBackend::add_pieces_naively(const Context& context, std::span<const
       [&](const Context& own) { backend_.add_pieces_naively(own, pieces, sum, scale); });
 }
 
-void ProfiledBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
-                                            const Tensor& total) {
-  run(context, "pieces_sum_of_squares", of(pieces), 0,
-      [&](const Context& own) { backend_.pieces_sum_of_squares(own, pieces, total); });
+void ProfiledBackend::pieces_sums_of_squares(const Context& context,
+                                             std::span<const TensorPieces> tensors,
+                                             const Tensor& totals) {
+  double bytes = 0;
+  for (const TensorPieces& pieces : tensors) bytes += of(pieces);
+  run(context, "pieces_sums_of_squares", bytes, 0,
+      [&](const Context& own) { backend_.pieces_sums_of_squares(own, tensors, totals); });
 }
 
 void ProfiledBackend::adamw_update_pieces(const Context& context, std::span<const QuantTensor> gradients,

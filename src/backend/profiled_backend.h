@@ -80,7 +80,7 @@ class ProfiledBackend : public Backend {
   void cross_entropy(const Context&, const Tensor& logits, const Tensor& targets, const Tensor& weights,
                      const Tensor& token_loss, const Tensor& dlogits) override;
   void sum(const Context&, const Tensor& x, const Tensor& total) override;
-  void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) override;
+  void sums_of_squares(const Context&, std::span<const QuantTensor> xs, const Tensor& totals) override;
   void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
                 const RandomKey& key, const Tensor& counters) override;
   void dequantize(const Context&, const QuantTensor& source, const Tensor& destination) override;
@@ -90,8 +90,8 @@ class ProfiledBackend : public Backend {
                   const RandomKey& key, const Tensor& counters, const Tensor& row_numbers) override;
   void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                           float scale) override;
-  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
-                             const Tensor& total) override;
+  void pieces_sums_of_squares(const Context&, std::span<const TensorPieces> tensors,
+                              const Tensor& totals) override;
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,
                     const RandomKey& key) override;
   void adamw_update_pieces(const Context&, std::span<const QuantTensor> gradients, const AdamwTensors&,

@@ -244,6 +244,22 @@ TEST_F(QuantizeTest, SumsAreInDoublePrecision) {
   }
 }
 
+TEST_F(QuantizeTest, SumsOfManyTensorsAreThoseOfEach) {
+  const std::vector<QuantTensor> xs{
+      as_quant_tensor(normal(ElementType::kFp32, 7, 1003, 13)),
+      as_quant_tensor(normal(ElementType::kBf16, 3, 64, 14)),
+      as_quant_tensor(normal(ElementType::kFp32, 2, 8, 15)).slice_rows(1, 1)};
+  const Tensor totals = arena_.take(ElementType::kFp64, Shape{3}),
+               total = arena_.take(ElementType::kFp64, Shape{1});
+  backend_.sums_of_squares(context_, xs, totals);
+  for (std::size_t i = 0; i < xs.size(); ++i) {
+    backend_.sum_of_squares(context_, xs[i], total);
+    EXPECT_EQ(totals.as<double>()[i], total.as<double>()[0]) << i;
+  }
+  EXPECT_EQ(totals.as<double>()[2], 0.0) << "no rows";
+  EXPECT_THROW(backend_.sums_of_squares(context_, xs, total), Error);
+}
+
 TEST_F(QuantizeTest, RefusesWrongShapesAndTypes) {
   const QuantTensor quantised = take(arena_, parse_format("agoq"), {2, 64, 1});
   EXPECT_THROW(backend_.quantize(context_, normal(ElementType::kFp32, 2, 65, 1), quantised, {}, {}),

@@ -52,6 +52,7 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
     grids.push_back(tensors.back().grid);
   }
   for (std::size_t p = 0; p < count; ++p) pieces_.push_back({tensors[p]});
+  squared_ = tensors;
   if (is_alone()) return;
 
   if (config.kind == GradientReduction::kNaiveFp8) expect_naive(gradients, config);
@@ -71,12 +72,14 @@ GradientReducer::GradientReducer(Backend& backend, MainGradients& gradients,
       !config.sharded) {
     prepare_table(*table, memory);
   }
-  if (!config.sharded) return;
   for (std::size_t p = 0; p < count; ++p) {
     const OwnRows own = own_rows(tensors[p].rows(), ranks.size(), ranks.rank());
-    const bool summed = !reduction_ || config.requantise_shards;
-    pieces_[p] = summed ? std::vector<QuantTensor>{tensors[p].slice_rows(own.first, own.last)}
-                        : reduction_->pieces(p);
+    squared_[p] = tensors[p].slice_rows(own.first, own.last);
+    if (config.sharded) {
+      const bool summed = !reduction_ || config.requantise_shards;
+      pieces_[p] = summed ? std::vector<QuantTensor>{squared_[p]} : reduction_->pieces(p);
+    }
+    squared_pieces_.push_back(config.sharded ? TensorPieces(pieces_[p]) : TensorPieces(&squared_[p], 1));
   }
 }
 
@@ -246,27 +249,15 @@ void GradientReducer::finish(const Context& context) {
   }
 }
 
+void GradientReducer::sum_squares(const Context& context) const {
+  if (is_alone()) return context.backend.sums_of_squares(context, squared_, sums_);
+  context.backend.pieces_sums_of_squares(context, squared_pieces_, sums_);
+}
+
 double GradientReducer::norm(const Context& context, double scale) const {
   const std::size_t count = pieces_.size();
   const auto ranks = static_cast<std::size_t>(ranks_.size());
-  // Every rank's rows are summed by themselves also where each holds all of them: so the norm is the
-  // same with the optimizer replicated and sharded.
-  for (std::size_t p = 0; p < count; ++p) {
-    const Tensor sum = sums_.slice_rows(as_row(p), as_row(p) + 1).reshaped(Shape{1});
-    if (is_alone()) {
-      context.backend.sum_of_squares(context, pieces_[p].front(), sum);
-      continue;
-    }
-    const OwnRows own = own_rows(parameters()[p].rows, ranks_.size(), ranks_.rank());
-    if (own.first == own.last) {
-      context.backend.zero(context, sum.data, sum.bytes());
-    } else if (config_.sharded) {
-      context.backend.pieces_sum_of_squares(context, pieces_[p], sum);
-    } else {
-      const QuantTensor rows = pieces_[p].front().slice_rows(own.first, own.last);
-      context.backend.pieces_sum_of_squares(context, {&rows, 1}, sum);
-    }
-  }
+  sum_squares(context);
   if (context.workspace.is_measuring()) return 0.0;
 
   struct OfParameter {

@@ -128,6 +128,7 @@ class GradientReducer {
     return {context.backend, context.stream, context.workspace, sum_key_};
   }
   void agree_on_scales(const Context&);
+  void sum_squares(const Context&) const;
   void sum_by_library(const Context&, std::size_t parameter);
   /// The context on the side stream, after what is queued on its own; and back.
   Context beside(const Context&);
@@ -143,6 +144,11 @@ class GradientReducer {
   std::optional<SparseTable> table_;
   std::vector<std::size_t> filled_by_;  // bucket by bucket: so many completed parameters fill it
   std::vector<std::vector<QuantTensor>> pieces_;
+  // What norm() squares of every parameter: alone the whole gradient; else the rows that this rank owns,
+  // by themselves also where it holds all of them, so that the norm is the same with the optimizer
+  // replicated and sharded.
+  std::vector<QuantTensor> squared_;
+  std::vector<TensorPieces> squared_pieces_;
   RandomKey sum_key_;          // of the step under way
   Tensor sums_;                // fp64 [parameters]
   std::size_t completed_ = 0;  // parameters, in order

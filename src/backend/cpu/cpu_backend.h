@@ -72,9 +72,9 @@ class CpuBackend : public Backend {
 
   // reductions.cpp
   void sum(const Context&, const Tensor& x, const Tensor& total) override;
-  void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) override;
-  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
-                             const Tensor& total) override;
+  void sums_of_squares(const Context&, std::span<const QuantTensor> xs, const Tensor& totals) override;
+  void pieces_sums_of_squares(const Context&, std::span<const TensorPieces> tensors,
+                              const Tensor& totals) override;
 
   // quantize.cpp
   void quantize(const Context&, const Tensor& source, const QuantTensor& destination,

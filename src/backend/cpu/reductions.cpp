@@ -52,37 +52,14 @@ void row_sums_of_squares(std::span<const QuantTensor> pieces, Compute* scratch, 
   }
 }
 
-void check_total(std::string_view operation, const Tensor& total) {
-  check(total.type == ElementType::kFp64 && total.count() == 1,
-        "{}: the total is one fp64 element; {} {} was given", operation, name_of(total.type),
-        total.shape.to_string());
-}
-
-}  // namespace
-
-void CpuBackend::sum(const Context& context, const Tensor& x, const Tensor& total) {
-  check_total("sum", total);
-  if (context.workspace.is_measuring()) return;
-  double* out = total.as<double>();
-  switch (x.type) {
-    case ElementType::kFp64: *out = sum_in_order(x.as<double>(), x.count()); return;
-    case ElementType::kFp32: *out = sum_in_order(x.as<float>(), x.count()); return;
-    case ElementType::kBf16: *out = sum_in_order(x.as<Bf16>(), x.count()); return;
-    case ElementType::kFp16: *out = sum_in_order(x.as<Fp16>(), x.count()); return;
-    default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
-  }
-}
-
-void CpuBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
-  pieces_sum_of_squares(context, {&x, 1}, total);
-}
-
-void CpuBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
-                                       const Tensor& total) {
-  check_total("sum_of_squares", total);
-  expect_pieces("sum_of_squares", pieces);
+/// total[0] = the sum of squares of the sum of the pieces.
+void add_squares(const Context& context, const TensorPieces& pieces, const Tensor& total) {
   const QuantTensor& shape = pieces.front();
   const bool in_fp64 = shape.format.code == Code::kFp64;
+  if (shape.rows() == 0) {
+    if (!context.workspace.is_measuring()) *total.as<double>() = 0;
+    return;
+  }
   const Arena::Scope scope(context.workspace);
   const Tensor row_sums = context.workspace.take(ElementType::kFp64, Shape{shape.rows()});
   const Tensor scratch = context.workspace.take(in_fp64 ? ElementType::kFp64 : ElementType::kFp32,
@@ -94,6 +71,38 @@ void CpuBackend::pieces_sum_of_squares(const Context& context, std::span<const Q
     row_sums_of_squares(pieces, scratch.as<float>(), row_sums.as<double>());
   }
   *total.as<double>() = sum_in_order(row_sums.as<double>(), shape.rows());
+}
+
+}  // namespace
+
+void CpuBackend::sum(const Context& context, const Tensor& x, const Tensor& total) {
+  check_totals("sum", total, 1);
+  if (context.workspace.is_measuring()) return;
+  double* out = total.as<double>();
+  switch (x.type) {
+    case ElementType::kFp64: *out = sum_in_order(x.as<double>(), x.count()); return;
+    case ElementType::kFp32: *out = sum_in_order(x.as<float>(), x.count()); return;
+    case ElementType::kBf16: *out = sum_in_order(x.as<Bf16>(), x.count()); return;
+    case ElementType::kFp16: *out = sum_in_order(x.as<Fp16>(), x.count()); return;
+    default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
+  }
+}
+
+void CpuBackend::sums_of_squares(const Context& context, std::span<const QuantTensor> xs,
+                                 const Tensor& totals) {
+  check_totals("sums_of_squares", totals, xs.size());
+  for (std::size_t i = 0; i < xs.size(); ++i) {
+    add_squares(context, {&xs[i], 1}, total_of(totals, i));
+  }
+}
+
+void CpuBackend::pieces_sums_of_squares(const Context& context, std::span<const TensorPieces> tensors,
+                                        const Tensor& totals) {
+  check_totals("pieces_sums_of_squares", totals, tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    expect_pieces("pieces_sums_of_squares", tensors[i]);
+    add_squares(context, tensors[i], total_of(totals, i));
+  }
 }
 
 }  // namespace agoq::cpu::AGOQ_CPU_ISA

@@ -90,7 +90,7 @@ class CudaBackend : public Backend {
 
   // reductions.cu
   void sum(const Context&, const Tensor& x, const Tensor& total) override;
-  void sum_of_squares(const Context&, const QuantTensor& x, const Tensor& total) override;
+  void sums_of_squares(const Context&, std::span<const QuantTensor> xs, const Tensor& totals) override;
 
   // quantize.cu
   void quantize(const Context&, const Tensor& source, const QuantTensor& destination,
@@ -104,8 +104,8 @@ class CudaBackend : public Backend {
                   const RandomKey& key, const Tensor& counters, const Tensor& row_numbers) override;
   void add_pieces_naively(const Context&, std::span<const QuantTensor> pieces, const QuantTensor& sum,
                           float scale) override;
-  void pieces_sum_of_squares(const Context&, std::span<const QuantTensor> pieces,
-                             const Tensor& total) override;
+  void pieces_sums_of_squares(const Context&, std::span<const TensorPieces> tensors,
+                              const Tensor& totals) override;
 
   // adamw.cu
   void adamw_update(const Context&, const AdamwTensors&, const AdamwStep&,

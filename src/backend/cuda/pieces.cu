@@ -1,7 +1,7 @@
 // Sums of what several ranks hold of the same rows.
 //
-//   add_pieces              sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
-//   pieces_sum_of_squares   total = sum over elements of (Q^-1(p0) + Q^-1(p1) + ...)^2
+//   add_pieces               sum = Q(Q^-1(p0) + Q^-1(p1) + ...)
+//   pieces_sums_of_squares   totals = sums over elements of (Q^-1(p0) + Q^-1(p1) + ...)^2
 //
 // Elements are added in FP32, in the order of the pieces, which one kernel reads: their planes'
 // addresses are among its parameters. Sums of more than kMostPieces go by the default body.
@@ -10,7 +10,7 @@
 // *units* of sixteen neighbouring elements, which lie in one block, and reads two pieces at a time.
 // Other formats: a warp owns groups (group_codec.cuh).
 //
-// pieces_sum_of_squares. Every row is cut into units of sixteen columns, the last one short; unit u
+// pieces_sums_of_squares. Every row is cut into units of sixteen columns, the last one short; unit u
 // belongs to thread u modulo all threads, which adds its units in order and the elements of a unit in
 // order, in FP64; threads and blocks are added in fixed trees (part_sums.cuh). So the result depends on
 // the values only: it has the same bits for pieces and for their FP32 sum, whatever the format, block or
@@ -217,16 +217,32 @@ __device__ __forceinline__ void sum_columns(const Planes<kMost>& planes, const Q
   }
 }
 
+/// Of up to kMost pieces.
+template <int kMost>
+struct SquaredPieces {
+  Planes<kMost> planes;
+  QuantView view;
+  UnitCut cut;
+  double* parts;
+};
+
+/// As many tensors as fit into a batch, one at least.
+template <int kMost>
+using SquaredBatch =
+    TensorBatch<SquaredPieces<kMost>,
+                std::max(1, static_cast<int>(kBatchBytes / (sizeof(SquaredPieces<kMost>) + 4)))>;
+
 template <Layout layout, int kMost>
 __global__ void __launch_bounds__(kSumThreads)
-    squares_kernel(const __grid_constant__ Planes<kMost> planes,
-                   const __grid_constant__ QuantView pieces, UnitCut cut, double* parts) {
+    squares_kernel(const __grid_constant__ SquaredBatch<kMost> batch) {
   await_predecessors();
+  const BatchPlace place = place_in(batch);
+  const SquaredPieces<kMost>& tensor = batch.items[place.item];
   double total = 0;
-  for (std::int64_t unit = std::int64_t{blockIdx.x} * kSumThreads + threadIdx.x; unit < cut.units;
-       unit += std::int64_t{kSumParts} * kSumThreads) {
+  for (std::int64_t unit = std::int64_t{place.block} * kSumThreads + threadIdx.x;
+       unit < tensor.cut.units; unit += std::int64_t{kSumParts} * kSumThreads) {
     float x[kUnit] = {};  // a square of zero changes no sum
-    sum_columns<layout>(planes, pieces, cut, unit, x);
+    sum_columns<layout>(tensor.planes, tensor.view, tensor.cut, unit, x);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       const double value = x[i];
@@ -234,7 +250,13 @@ __global__ void __launch_bounds__(kSumThreads)
     }
   }
   total = block_sum<kSumThreads>(total);
-  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+  if (threadIdx.x == 0) tensor.parts[place.block] = total;
+}
+
+Layout layout_of(const QuantView& view) {
+  if (has_flat_units(view)) return Layout::kFlatE4m3;
+  const bool flat = view.code == Code::kFp32 && view.aligned && view.row_length % kUnit == 0;
+  return flat ? Layout::kFlatFp32 : Layout::kAny;
 }
 
 // --- the naive sum, a control: an element to a thread ---
@@ -338,39 +360,54 @@ void CudaBackend::add_pieces_naively(const Context& context, std::span<const Qua
   expect_launched("add_pieces_naively");
 }
 
-void CudaBackend::pieces_sum_of_squares(const Context& context, std::span<const QuantTensor> pieces,
-                                        const Tensor& total) {
-  expect_pieces("pieces_sum_of_squares", pieces);
-  check_total("pieces_sum_of_squares", total);
-  refuse_fp64("pieces_sum_of_squares", pieces.front());
-  check(pieces.size() <= kMostSquared,
-        "pieces_sum_of_squares: up to {} pieces can be added on the GPU, and {} were given: shard the "
-        "optimizer over fewer ranks",
-        kMostSquared, pieces.size());
+void CudaBackend::pieces_sums_of_squares(const Context& context, std::span<const TensorPieces> tensors,
+                                         const Tensor& totals) {
+  constexpr const char* kOperation = "pieces_sums_of_squares";
+  check_totals(kOperation, totals, tensors.size());
   const Arena::Scope scope(context.workspace);
-  const Tensor parts = take_parts(context);
-  if (context.workspace.is_measuring()) return;
-  const QuantView view = view_of_all(pieces);
-  const std::int64_t per_row = (view.row_length + kUnit - 1) / kUnit;
-  const UnitCut cut{pieces.front().rows() * per_row, static_cast<std::uint32_t>(per_row)};
-  const cudaStream_t stream = stream_of(context.stream);
-  const auto run = [&]<Layout layout>() {
-    const auto with_planes = [&]<int kMost>() {
-      Launch{kSumParts, kSumThreads, 0, stream}(squares_kernel<layout, kMost>, planes_of<kMost>(pieces),
-                                                view, cut, parts.as<double>());
-    };
-    if (pieces.size() <= kMostPieces) return with_planes.template operator()<kMostPieces>();
-    with_planes.template operator()<kMostSquared>();
-  };
-  if (has_flat_units(view)) {
-    run.template operator()<Layout::kFlatE4m3>();
-  } else if (view.code == Code::kFp32 && view.aligned && view.row_length % kUnit == 0) {
-    run.template operator()<Layout::kFlatFp32>();
-  } else {
-    run.template operator()<Layout::kAny>();
+  std::vector<QuantView> views;
+  std::vector<UnitCut> cuts;
+  std::vector<std::int64_t> parts;
+  for (const TensorPieces& pieces : tensors) {
+    expect_pieces(kOperation, pieces);
+    refuse_fp64(kOperation, pieces.front());
+    check(
+        pieces.size() <= kMostSquared,
+        "{}: up to {} pieces can be added on the GPU, and {} were given: shard the optimizer over fewer "
+        "ranks",
+        kOperation, kMostSquared, pieces.size());
+    views.push_back(view_of_all(pieces));
+    const std::int64_t per_row = (views.back().row_length + kUnit - 1) / kUnit;
+    cuts.push_back({pieces.front().rows() * per_row, static_cast<std::uint32_t>(per_row)});
+    // A part has at least one unit: parts without one would add zeros.
+    parts.push_back(
+        std::clamp<std::int64_t>((cuts.back().units + kSumThreads - 1) / kSumThreads, 1, kSumParts));
   }
-  add_parts(stream, parts, kSumParts, total);
-  expect_launched("pieces_sum_of_squares");
+  const PartSums sums(context, totals, parts);
+  if (context.workspace.is_measuring()) return;
+  const cudaStream_t stream = stream_of(context.stream);
+  const auto run = [&]<Layout layout, int kFewest, int kMost>() {
+    BatchedLaunches<SquaredBatch<kMost>> launches(
+        [&](unsigned blocks, const SquaredBatch<kMost>& batch) {
+          Launch{blocks, kSumThreads, 0, stream}(squares_kernel<layout, kMost>, batch);
+        });
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto count = static_cast<int>(tensors[i].size());
+      if (count < kFewest || count > kMost || layout_of(views[i]) != layout) continue;
+      launches.add({planes_of<kMost>(tensors[i]), views[i], cuts[i], sums.parts(i)}, sums.count(i));
+    }
+  };
+  const auto run_layout = [&]<Layout layout>() {
+    run.template operator()<layout, 1, 2>();
+    run.template operator()<layout, 3, 8>();
+    run.template operator()<layout, 9, kMostPieces>();
+    run.template operator()<layout, kMostPieces + 1, kMostSquared>();
+  };
+  run_layout.template operator()<Layout::kFlatE4m3>();
+  run_layout.template operator()<Layout::kFlatFp32>();
+  run_layout.template operator()<Layout::kAny>();
+  sums.add(stream);
+  expect_launched(kOperation);
 }
 
 }  // namespace agoq::cuda

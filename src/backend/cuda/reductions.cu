@@ -1,9 +1,9 @@
 // Sums in double precision whose value does not depend on the launch.
 //
-//   sum              of x
-//   sum_of_squares   of what x decodes to: the norm of the main gradient is taken from it
+//   sum               of x
+//   sums_of_squares   of what tensors decode to: the norm of the main gradient is taken from them
 //
-// The tensor is cut into parts, by its size alone, each the work of one block of threads; a thread adds
+// A tensor is cut into parts, by its size alone, each the work of one block of threads; a thread adds
 // what it owns in order, the block adds its threads in a fixed tree, and one more block adds the parts
 // in a fixed tree. Nothing of that depends on the GPU, so neither does the result. (The CPU adds in
 // another order: the two agree to FP64 rounding.)
@@ -70,16 +70,29 @@ __device__ __forceinline__ double group_sum_of_squares(const QuantView& view, st
   return total;
 }
 
+struct GroupedTensor {
+  QuantView view;
+  double* parts;
+};
+
 template <Code code>
-__global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(QuantView view, double* parts) {
+__global__ void __launch_bounds__(kThreads)
+    sums_of_squares_kernel(const __grid_constant__ TensorBatch<GroupedTensor> batch) {
   await_predecessors();
+  const BatchPlace place = place_in(batch);
+  const GroupedTensor& tensor = batch.items[place.item];
   double total = 0;
-  for (std::uint64_t index = blockIdx.x * kWarps + threadIdx.x / kWarp; index < view.groups;
+  for (std::uint64_t index = place.block * kWarps + threadIdx.x / kWarp; index < tensor.view.groups;
        index += std::uint64_t{kParts} * kWarps) {
-    total += group_sum_of_squares<code>(view, static_cast<std::uint32_t>(index));
+    total += group_sum_of_squares<code>(tensor.view, static_cast<std::uint32_t>(index));
   }
   total = block_sum<kThreads>(total);
-  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+  if (threadIdx.x == 0) tensor.parts[place.block] = total;
+}
+
+/// A part has at least one group: parts without one would add zeros.
+std::int64_t grouped_parts(std::int64_t groups) {
+  return std::clamp<std::int64_t>((groups + kWarps - 1) / kWarps, 1, kParts);
 }
 
 // E4M3 under FP32 scales, segments of whole blocks: a thread adds kInFlight units (group_codec.cuh), of
@@ -89,13 +102,21 @@ constexpr int kInFlight = 4;
 constexpr int kResidentBlocks = 6;  // 40 registers: nothing spills
 constexpr std::int64_t kMostFlatParts = 8192;
 
+struct FlatTensor {
+  const uint4* codes;
+  const float* scales;
+  double* parts;
+  std::uint32_t units, step;  // step: units of all parts at a time
+  int units_per_block_shift;
+};
+
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    flat_sum_of_squares_kernel(const uint4* codes, const float* scales, int units_per_block_shift,
-                               std::uint32_t units, double* parts) {
+    flat_sums_of_squares_kernel(const __grid_constant__ TensorBatch<FlatTensor> batch) {
   await_predecessors();
+  const BatchPlace place = place_in(batch);
+  const auto [codes, scales, parts, units, step, units_per_block_shift] = batch.items[place.item];
   double total = 0;
-  const std::uint32_t step = gridDim.x * kThreads;
-  for (std::uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < units;
+  for (std::uint32_t first = place.block * kThreads + threadIdx.x; first < units;
        first += kInFlight * step) {
     uint4 loaded[kInFlight];
     float scale[kInFlight];
@@ -121,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     }
   }
   total = block_sum<kThreads>(total);
-  if (threadIdx.x == 0) parts[blockIdx.x] = total;
+  if (threadIdx.x == 0) parts[place.block] = total;
 }
 
 /// Parts of a tensor of `units`.
@@ -134,17 +155,27 @@ bool is_flat(const QuantView& view, std::int64_t units) {
   return has_flat_units(view) && units < (std::int64_t{1} << 32) - kMostFlatParts * kThreads * kInFlight;
 }
 
+/// The path by which a tensor's squares are added: kSharedPath serves all.
+Code summing_path(const QuantView& view) {
+  switch (view.path) {
+    case Code::kE4m3:
+    case Code::kInt8:
+    case Code::kFp32: return view.path;
+    default: return kSharedPath;
+  }
+}
+
 }  // namespace
 
 void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& total) {
-  check_total("sum", total);
+  check_totals("sum", total, 1);
   const Arena::Scope scope(context.workspace);
-  const Tensor parts = take_parts(context);
+  const std::int64_t count = kParts;
+  const PartSums sums(context, total, {&count, 1});
   if (context.workspace.is_measuring()) return;
   const cudaStream_t stream = stream_of(context.stream);
   const auto run = [&]<typename Element>() {
-    Launch{kParts, kThreads, 0, stream}(sum_kernel<Element>, x.as<Element>(), x.count(),
-                                        parts.as<double>());
+    Launch{kParts, kThreads, 0, stream}(sum_kernel<Element>, x.as<Element>(), x.count(), sums.parts(0));
   };
   switch (x.type) {
     case ElementType::kFp64: run.template operator()<double>(); break;
@@ -153,39 +184,60 @@ void CudaBackend::sum(const Context& context, const Tensor& x, const Tensor& tot
     case ElementType::kFp16: run.template operator()<Fp16>(); break;
     default: fail("sum: floating-point elements were expected; {} was given", name_of(x.type));
   }
-  add_parts(stream, parts, kParts, total);
+  sums.add(stream);
   expect_launched("sum");
 }
 
-void CudaBackend::sum_of_squares(const Context& context, const QuantTensor& x, const Tensor& total) {
-  check_total("sum_of_squares", total);
-  check(x.format.code != Code::kFp64, "sum_of_squares: fp64 tensors exist on the CPU only");
+void CudaBackend::sums_of_squares(const Context& context, std::span<const QuantTensor> xs,
+                                  const Tensor& totals) {
+  check_totals("sums_of_squares", totals, xs.size());
   const Arena::Scope scope(context.workspace);
-  const std::int64_t units = x.grid.count() / kUnit;  // in the formats that have them
-  const Tensor parts = take_parts(context, std::max<std::int64_t>(kParts, flat_parts(units)));
+  std::vector<QuantView> views;
+  std::vector<std::int64_t> units, counts;
+  for (const QuantTensor& x : xs) {
+    check(x.format.code != Code::kFp64, "sums_of_squares: fp64 tensors exist on the CPU only");
+    views.push_back(view_of(x));
+    units.push_back(x.grid.count() / kUnit);  // in the formats that have them
+    const std::int64_t grouped = grouped_parts(views.back().groups), flat = flat_parts(units.back());
+    if (context.workspace.is_measuring()) {  // no addresses yet, which decide between the two
+      counts.push_back(std::max(grouped, flat));
+    } else {
+      counts.push_back(is_flat(views.back(), units.back()) ? flat : grouped);
+    }
+  }
+  const PartSums sums(context, totals, counts);
   if (context.workspace.is_measuring()) return;
   const cudaStream_t stream = stream_of(context.stream);
-  const QuantView view = view_of(x);
+  {
+    BatchedLaunches<TensorBatch<FlatTensor>> launches(
+        [&](unsigned blocks, const TensorBatch<FlatTensor>& batch) {
+          Launch{blocks, kThreads, 0, stream}(flat_sums_of_squares_kernel, batch);
+        });
+    for (std::size_t i = 0; i < xs.size(); ++i) {
+      if (!is_flat(views[i], units[i])) continue;
+      launches.add({reinterpret_cast<const uint4*>(views[i].codes),
+                    reinterpret_cast<const float*>(views[i].scales), sums.parts(i),
+                    static_cast<std::uint32_t>(units[i]), sums.count(i) * kThreads,
+                    views[i].block_shift - 4},  // log2(kUnit)
+                   sums.count(i));
+    }
+  }
   const auto run = [&]<Code code>() {
-    Launch{kParts, kThreads, 0, stream}(sum_of_squares_kernel<code>, view, parts.as<double>());
+    BatchedLaunches<TensorBatch<GroupedTensor>> launches(
+        [&](unsigned blocks, const TensorBatch<GroupedTensor>& batch) {
+          Launch{blocks, kThreads, 0, stream}(sums_of_squares_kernel<code>, batch);
+        });
+    for (std::size_t i = 0; i < xs.size(); ++i) {
+      if (is_flat(views[i], units[i]) || summing_path(views[i]) != code) continue;
+      launches.add({views[i], sums.parts(i)}, sums.count(i));
+    }
   };
-  if (is_flat(view, units)) {
-    const std::int64_t count = flat_parts(units);
-    Launch{static_cast<unsigned>(count), kThreads, 0, stream}(
-        flat_sum_of_squares_kernel, reinterpret_cast<const uint4*>(view.codes),
-        reinterpret_cast<const float*>(view.scales), view.block_shift - 4,  // log2(kUnit)
-        static_cast<std::uint32_t>(units), parts.as<double>());
-    add_parts(stream, parts, count, total);
-    return expect_launched("sum_of_squares");
-  }
-  switch (view.path) {
-    case Code::kE4m3: run.template operator()<Code::kE4m3>(); break;
-    case Code::kInt8: run.template operator()<Code::kInt8>(); break;
-    case Code::kFp32: run.template operator()<Code::kFp32>(); break;
-    default: run.template operator()<kSharedPath>();
-  }
-  add_parts(stream, parts, kParts, total);
-  expect_launched("sum_of_squares");
+  run.template operator()<Code::kE4m3>();
+  run.template operator()<Code::kInt8>();
+  run.template operator()<Code::kFp32>();
+  run.template operator()<kSharedPath>();
+  sums.add(stream);
+  expect_launched("sums_of_squares");
 }
 
 }  // namespace agoq::cuda
