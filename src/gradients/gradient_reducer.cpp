@@ -95,6 +95,7 @@ void GradientReducer::prepare_table(const TokenTable& table, Arena& memory) {
 
 void GradientReducer::begin_step(const RandomKey& sums) {
   sum_key_ = sums;
+  ++steps_;
   completed_ = 0;
   next_bucket_ = 0;
   exposed_seconds_ = 0;
@@ -149,6 +150,7 @@ void GradientReducer::begin_last(const Context& context) {
   agree_on_rows(context);
   // The naive sum's scales are known when all gradients are.
   if (is_alone() || !config_.overlap || config_.kind == GradientReduction::kNaiveFp8) return;
+  if (steps_ == 1) return;
   gradients_.observe([this](const Context& of, std::size_t parameter) { complete(of, parameter); });
 }
 

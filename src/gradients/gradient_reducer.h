@@ -15,7 +15,8 @@
 // where it is needed, for the norm and again in the update, and exists nowhere.
 //
 // Buckets leave in the order in which the backward pass completes their parameters. The sums do not
-// depend on the buckets, nor on whether they leave during the backward pass or after it.
+// depend on the buckets, nor on whether they leave during the backward pass or after it. In the first
+// step they leave after it: there a backend chooses algorithms by timing, which nothing is to disturb.
 //
 // The token embedding's gradient is complete last, so that nothing is left to hide its way behind, and
 // it is zero but in the rows of the step's tokens, which the host knows before the last backward pass.
@@ -151,6 +152,7 @@ class GradientReducer {
   std::vector<TensorPieces> squared_pieces_;
   RandomKey sum_key_;          // of the step under way
   Tensor sums_;                // fp64 [parameters]
+  std::int64_t steps_ = 0;     // that have begun
   std::size_t completed_ = 0;  // parameters, in order
   std::size_t next_bucket_ = 0;
   std::vector<float> scales_;  // kNaiveFp8: of every parameter, the largest of any rank

@@ -63,7 +63,8 @@ struct Libraries {
   int attention_groups = 1;
   std::map<ProductKey, Product> products;
   std::map<WeightGradientKey, std::int64_t> slab_rows;
-  std::array<cudaEvent_t, 2> events{};  // start and end of a timing; made with the handle
+  /// Between what is timed, of which there are up to eight at a time; made with the handle.
+  std::array<cudaEvent_t, 9> events{};
   CudnnAttention attention;
 
  private:

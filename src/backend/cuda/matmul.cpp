@@ -8,7 +8,7 @@
 // Algorithm. The first time a product is seen (shape, transposes, types, accumulate, alignment), the
 // heuristic's first candidates run on the operands at hand and the fastest is kept; a product that
 // accumulates keeps its c in host memory meanwhile and gets it back. That first call waits for the GPU
-// and takes four runs of each candidate; a call while the stream is being captured does not time. Timing
+// and takes some 60 ms; a call while the stream is being captured does not time. Timing
 // may choose otherwise in another run, and another algorithm sums in another order: with
 // Libraries::deterministic the first candidate that runs is taken, which depends on the product, the GPU
 // and the version of cuBLASLt alone (alignments are the product's too: every run of a plan lays its
@@ -30,7 +30,8 @@ namespace {
 /// NVIDIA's recommendation for Hopper. More buys nothing, less shuts out some split-K algorithms.
 constexpr std::size_t kMatmulWorkspace = std::size_t{32} << 20;
 constexpr int kCandidates = 8;
-constexpr int kTimedRuns = 3;
+constexpr float kTimedMilliseconds = 60;
+constexpr int kFewestRounds = 3, kMostRounds = 64;
 /// The most that the FP32 product on its way to a quantised main gradient takes at once.
 constexpr std::int64_t kSlabBytes = std::int64_t{64} << 20;
 /// Slabs of up to kSlabBytes, a half and a quarter of it are timed: smaller ones stay in the cache,
@@ -242,45 +243,41 @@ class KeptGradient {
   std::vector<Plane> planes_;
 };
 
-/// Milliseconds that the work which run() queues takes on the stream.
+/// Index of the fastest of `count` ways of doing one thing, which run(i) queues; false where it cannot.
+/// After a first time, which loads kernels, they take turns for kTimedMilliseconds without a pause: a
+/// step runs at the power limit, and after a pause clocks are a fifth higher, where other ways win.
+/// Their medians are compared.
 template <typename Run>
-float timed(Libraries& libraries, cudaStream_t stream, std::string_view operation, Run run) {
+int fastest(Libraries& libraries, cudaStream_t stream, std::string_view operation, int count, Run run) {
   libraries.cublas();  // makes the events
-  const auto [start, end] = libraries.events;
-  cuda::expect_success(cudaEventRecord(start, stream), operation);
-  run();
-  cuda::expect_success(cudaEventRecord(end, stream), operation);
-  cuda::expect_success(cudaEventSynchronize(end), operation);
-  float milliseconds = 0;
-  cuda::expect_success(cudaEventElapsedTime(&milliseconds, start, end), operation);
-  return milliseconds;
-}
-
-/// Index of the fastest candidate. Each runs once to load its kernel; then they take turns: the clock
-/// falls within the first milliseconds of full power, so a candidate timed to the end before the next
-/// would win by its place.
-int fastest(Libraries& libraries, const ProductKey& key, Product& product,
-            const std::array<cublasLtMatmulHeuristicResult_t, kCandidates>& candidates, int found,
-            const Operands& operands) {
-  std::array<float, kCandidates> milliseconds{};  // infinity: does not run after all
-  for (int round = 0; round <= kTimedRuns; ++round) {
-    for (int i = 0; i < found; ++i) {
+  const auto& events = libraries.events;
+  std::array<std::vector<float>, kCandidates> milliseconds;
+  std::array<bool, kCandidates> runs{};
+  for (int i = 0; i < count; ++i) runs[static_cast<std::size_t>(i)] = run(i);
+  float total = 0;
+  for (int round = 0; round < kFewestRounds || (round < kMostRounds && total < kTimedMilliseconds);
+       ++round) {
+    cuda::expect_success(cudaEventRecord(events[0], stream), operation);
+    for (int i = 0; i < count; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      if (std::isinf(milliseconds[at])) continue;
-      cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-      const float elapsed = timed(libraries, operands.stream, "matmul", [&] {
-        status = run(libraries.cublas(), key, product, candidates[at].algo, operands);
-      });
-      if (status != CUBLAS_STATUS_SUCCESS) {
-        milliseconds[at] = std::numeric_limits<float>::infinity();
-        cudaGetLastError();  // it is this candidate's, not the next operation's
-      } else if (round > 0) {
-        milliseconds[at] += elapsed;
-      }
+      if (runs[at]) run(i);
+      cuda::expect_success(cudaEventRecord(events[at + 1], stream), operation);
+    }
+    cuda::expect_success(cudaEventSynchronize(events[static_cast<std::size_t>(count)]), operation);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+      float elapsed = 0;
+      cuda::expect_success(cudaEventElapsedTime(&elapsed, events[i], events[i + 1]), operation);
+      milliseconds[i].push_back(runs[i] ? elapsed : std::numeric_limits<float>::infinity());
+      total += elapsed;
     }
   }
-  return static_cast<int>(std::min_element(milliseconds.begin(), milliseconds.begin() + found) -
-                          milliseconds.begin());
+  std::array<float, kCandidates> medians{};
+  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+    const auto middle = milliseconds[i].begin() + std::ssize(milliseconds[i]) / 2;
+    std::nth_element(milliseconds[i].begin(), middle, milliseconds[i].end());
+    medians[i] = *middle;
+  }
+  return static_cast<int>(std::min_element(medians.begin(), medians.begin() + count) - medians.begin());
 }
 
 /// Whether the stream is being captured into a graph: nothing may wait then.
@@ -314,7 +311,12 @@ void multiply(Libraries& libraries, const ProductKey& key, const Operands& opera
   const bool timed = found > 1 && !is_capturing(operands.stream);
   if (timed) {
     const Kept kept(key, operands);
-    const int best = fastest(libraries, key, product, candidates, found, operands);
+    const int best = fastest(libraries, operands.stream, "matmul", found, [&](int i) {
+      const cublasStatus_t status =
+          run(handle, key, product, candidates[static_cast<std::size_t>(i)].algo, operands);
+      if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // it is not the next operation's
+      return status == CUBLAS_STATUS_SUCCESS;
+    });
     product.algorithm = candidates[static_cast<std::size_t>(best)].algo;
     kept.restore();
   }
@@ -460,17 +462,13 @@ void CudaBackend::accumulate_weight_gradient(const Context& context, const Tenso
     return add_in_slabs(candidates.front(), counters);
   }
   const KeptGradient kept(main, stream);
-  std::vector<float> milliseconds(candidates.size());
-  for (int round = 0; round <= kTimedRuns; ++round) {
-    for (std::size_t i = 0; i < candidates.size(); ++i) {
-      const float elapsed = timed(own, stream, kName, [&] { add_in_slabs(candidates[i], {}); });
-      if (round > 0) milliseconds[i] += elapsed;  // the first round times algorithms
-    }
-  }
+  const int best = fastest(own, stream, kName, static_cast<int>(candidates.size()), [&](int i) {
+    add_in_slabs(candidates[static_cast<std::size_t>(i)], {});  // the first time times algorithms
+    return true;
+  });
   kept.restore();
-  const auto fastest = std::min_element(milliseconds.begin(), milliseconds.end()) - milliseconds.begin();
-  own.slab_rows.emplace(shape, candidates[static_cast<std::size_t>(fastest)]);
-  add_in_slabs(candidates[static_cast<std::size_t>(fastest)], counters);
+  own.slab_rows.emplace(shape, candidates[static_cast<std::size_t>(best)]);
+  add_in_slabs(candidates[static_cast<std::size_t>(best)], counters);
 }
 
 }  // namespace agoq::cuda
