@@ -448,7 +448,15 @@ TEST_F(RankFailures, APlanForSeveralRanksHoldsToWhatTheyTake) {
 
 /// Steps take longer than mpirun leaves to ranks that it ends.
 std::string slow_steps() {
-  return "--set train.sequence=256 --set train.micro_batch=32 --set train.steps=1000";
+#ifdef AGOQ_SANITIZED
+  constexpr int kSequences = 2;
+#else
+  constexpr int kSequences = 32;
+#endif
+  return fmt::format(
+      "--set train.sequence=256 --set train.micro_batch={} --set train.steps=1000 --set "
+      "parallel.timeout_seconds=60",
+      kSequences);
 }
 
 TEST_F(RankFailures, ASignalToMpirunSavesARunOfLongSteps) {
