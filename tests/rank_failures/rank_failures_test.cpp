@@ -532,7 +532,7 @@ TEST_F(RankFailures, BenchCommSaysWhatItHasMeasured) {
         error, std::regex(fmt::format("(^|\n)8,192 elements, {}: [0-9.]+ ms\n", variant))))
         << error;
   }
-  EXPECT_EQ(processes.out().find("{"), 0u) << processes.out();
+  EXPECT_EQ(processes.out().find('{'), 0u) << processes.out();
 }
 
 TEST_F(RankFailures, RanksWithoutAMicroBatchAreNoticed) {
