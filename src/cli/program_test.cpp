@@ -165,7 +165,7 @@ TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   expect_bad_input("bench kernels --device gpu", "--device is cpu or cuda; 'gpu' was given");
   expect_bad_input("bench kernels --tokens -1", "--tokens is at least 1");
   expect_bad_input("bench comm", "and there is one: start several");
-  expect_bad_input("bench comm --elements -1", "--elements is at least 1");
+  expect_bad_input("bench comm --elements -1", "--elements is a multiple of 4096 up to");
   expect_bad_input("bench comm --repetitions 0", "--repetitions is from 1 to 1000; 0 was given");
 }
 
