@@ -7,7 +7,8 @@ usage: scaling.py [--agoq build/agoq] [--ranks 2,4,8] [--device cuda] [--out FIL
 On each number of ranks, under mpirun:
   equality   the tests of several ranks (./dev test builds them): losses of one rank, the same weights everywhere
   comm       `agoq bench comm`: QuanGrad and ZeRO-1 beside the library's sums
-  weak       LLaMA3-8B's shape with 8 layers, 16,384 tokens per rank, 1 and 8 micro-batches, against one rank
+  weak       LLaMA3-8B's shape with 8 layers, 16,384 tokens per rank, 1 and 8 micro-batches, against the mean of the GPUs,
+             each of which takes the steps of one rank alone at the same time as the others: they are not equally fast
   zero1      on the most ranks: all 32 layers, the optimizer sharded, the longest sequence that the plan allows
              without recomputation; beside it PyTorch's FSDP, which recomputes every layer
 On processors (--device cpu) the shapes are the quickstart's, and PyTorch is left out.
@@ -16,13 +17,16 @@ Prints a line per figure, ends with a table and writes everything with its comma
 take less than ten minutes.
 """
 import argparse
+import concurrent.futures
 import datetime
+import functools
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -37,6 +41,7 @@ class Runs:
 
     def __init__(self, out):
         self.out, self.records, self.begun = out, [], time.monotonic()
+        self.lock = threading.Lock()  # commands may run at the same time
 
     def run(self, what, command, timeout=240, **environment):
         begun = time.monotonic()
@@ -49,8 +54,9 @@ class Runs:
         shown = [f"{key}={value}" for key, value in environment.items()] + [str(word) for word in command]
         record = {"what": what, "command": " ".join(shown).replace(str(ROOT) + "/", ""), "status": status,
                   "seconds": round(time.monotonic() - begun, 1), "result": parse(text)}
-        self.records.append(record)
-        self.write()
+        with self.lock:
+            self.records.append(record)
+            self.write()
         return record
 
     def write(self):
@@ -126,9 +132,9 @@ def comm(runs, ranks, agoq, device):
         say(f"  QuanGrad takes {ours['time_over_fp32']:.3f} of FP32's time and {ours['time_over_bf16']:.3f} of BF16's")
 
 
-def step(runs, what, agoq, ranks, config, values, arguments=()):
+def step(runs, what, agoq, ranks, config, values, arguments=(), **environment):
     command = [agoq, "bench", "step", str(ROOT / "examples" / config), "--json", *settings(values), *arguments]
-    record = runs.run(what, on_ranks(ranks, command) if ranks > 1 else command)
+    record = runs.run(what, on_ranks(ranks, command) if ranks > 1 else command, **environment)
     if failed(record):
         say(f"{what}: " + reason(record))
         return None
@@ -141,27 +147,39 @@ def step(runs, what, agoq, ranks, config, values, arguments=()):
     return result
 
 
+def alone_on_each(devices, measure):
+    """Tokens/s of one rank on each of so many GPUs, at the same time; fewer where one fails."""
+    with concurrent.futures.ThreadPoolExecutor(devices) as pool:
+        results = pool.map(lambda gpu: measure(f", GPU {gpu}", CUDA_VISIBLE_DEVICES=str(gpu)), range(devices))
+        return [result["tokens_per_second"] for result in results if result]
+
+
 def weak(runs, agoq, all_ranks, device):
     cuda = device == "cuda"
     config = "llama3-8b.toml" if cuda else "quickstart.toml"
     shape = {"model.layers": 8, "train.sequence": 16384, "train.micro_batch": 1} if cuda else {"train.micro_batch": 1}
     table = []
     for micro_batches in (1, 8):
-        alone = None
-        for ranks in (1, *all_ranks):
+
+        def measure(ranks, where="", **environment):
             values = {**shape, "run.device": device, "train.micro_batches": micro_batches * ranks}
             if not cuda:
                 values["run.threads"] = 1
-            result = step(runs, f"weak scaling, {micro_batches} micro-batches a rank, {ranks} ranks", agoq, ranks,
-                          config, values, ["--steps", "10" if micro_batches == 1 else "4", "--warmup", "2"])
-            if result is None:
+            return step(runs, f"weak scaling, {micro_batches} micro-batches a rank, {ranks} ranks{where}", agoq, ranks,
+                        config, values, ["--steps", "10" if micro_batches == 1 else "4", "--warmup", "2"],
+                        **environment)
+
+        speeds = alone_on_each(max(all_ranks) if cuda else 1, functools.partial(measure, 1))
+        for ranks in all_ranks:
+            result = measure(ranks)
+            if not speeds or result is None:
                 continue
+            alone = sum(speeds[:ranks]) / len(speeds[:ranks])
             speed = result["tokens_per_second"]
-            if ranks == 1:
-                alone = speed
-            elif alone:
-                exposed = result.get("exposed_communication_seconds_median", 0.0) / result["step_seconds_median"]
-                table.append((ranks, micro_batches, speed, speed / alone / ranks, exposed))
+            exposed = result.get("exposed_communication_seconds_median", 0.0) / result["step_seconds_median"]
+            wait = result.get("rank_wait_seconds_median", 0.0) / result["step_seconds_median"]
+            table.append((ranks, micro_batches, speed, speed / alone / ranks, speed / min(speeds[:ranks]) / ranks,
+                          exposed, wait))
     return table
 
 
@@ -216,9 +234,9 @@ def main():
     table = weak(runs, given.agoq, all_ranks, given.device)
     if given.device == "cuda":
         zero1(runs, given.agoq, max(all_ranks), not given.no_peer)
-    say("\nranks  micro-batches  tokens/s  of perfect  exposed")
-    for ranks, micro_batches, speed, share, exposed in table:
-        say(f"{ranks:5d}  {micro_batches:13d}  {speed:8.0f}  {share:10.3f}  {exposed:7.2%}")
+    say("\nranks  micro-batches  tokens/s  of perfect  of the slowest GPU's  exposed  first waits for last")
+    for ranks, micro_batches, speed, share, of_slowest, exposed, wait in table:
+        say(f"{ranks:5d}  {micro_batches:13d}  {speed:8.0f}  {share:10.3f}  {of_slowest:20.3f}  {exposed:7.2%}  {wait:19.2%}")
     say(f"{given.out}: {len(runs.records)} runs in {time.monotonic() - runs.begun:.0f} s")
 
 
