@@ -146,11 +146,11 @@ class Processes {
 using Statuses = std::vector<std::optional<int>>;
 
 constexpr double kTimeout = 3;
-const RankWatchOptions kOptions{kTimeout, "resume"};
+const RankWatchOptions watch_options{kTimeout, "resume"};
 
 /// Watches, and computes without end.
 void compute(Communicator& group) {
-  RankWatch watch(group, kOptions);
+  RankWatch watch(group, watch_options);
   watch.doing("forward of step {}", 10 + group.rank());
   for (;;) pause();
 }
@@ -238,7 +238,7 @@ TEST(RankWatch, WithoutTheDeputyOthersSayThatRank0IsGone) {
 TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
   for (const int failing : {0, 2}) {
     Processes processes(3, [failing](Communicator& group) {
-      RankWatch watch(group, kOptions);
+      RankWatch watch(group, watch_options);
       watch.doing("saving step 10");
       if (group.rank() != failing) compute(group);
       sleep(0.5);
@@ -252,7 +252,7 @@ TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
 
 TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
   Processes processes(4, [](Communicator& group) {
-    RankWatch watch(group, kOptions);
+    RankWatch watch(group, watch_options);
     watch.run([] { fail("the loss is NaN"); });
   });
   EXPECT_EQ(processes.wait(20), Statuses(4, 1));
@@ -261,7 +261,7 @@ TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
 
 TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
   Processes processes(4, [](Communicator& group) {
-    RankWatch watch(group, kOptions);
+    RankWatch watch(group, watch_options);
     if (group.rank() == 0) sleep(0.5);  // the others are there first
     watch.run(
         [&] { throw AgreedError(ErrorKind::kInput, group.rank() == 0 ? "the text is empty" : ""); });
@@ -274,7 +274,7 @@ TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
 TEST(RankWatch, ALostRankComesBeforeTheFailuresThatItCauses) {
   for (const int lost : {0, 1}) {
     Processes processes(4, [lost](Communicator& group) {
-      RankWatch watch(group, kOptions);
+      RankWatch watch(group, watch_options);
       if (group.rank() == lost) compute(group);
       sleep(1);
       if (group.rank() == (lost == 0 ? 1 : 0)) sleep(0.1);
@@ -293,7 +293,7 @@ TEST(RankWatch, ALostRankComesBeforeTheFailuresThatItCauses) {
 
 /// Ranks 0 and 2 of three wait for rank 1; where the transport does not know whom for, by what it does.
 void wait_for_rank_1(Communicator& group, const std::vector<int>& missing) {
-  RankWatch watch(group, kOptions);
+  RankWatch watch(group, watch_options);
   watch.doing("forward of step 12");
   if (group.rank() == 1) {
     for (;;) pause();
@@ -327,7 +327,7 @@ TEST(RankWatch, OfTwoRanksTheOtherIsMissing) {
 
 TEST(RankWatch, ARankThatAnExceptionUnwindsHasFailed) {
   Processes processes(3, [](Communicator& group) {
-    RankWatch watch(group, kOptions);
+    RankWatch watch(group, watch_options);
     if (group.rank() == 1) fail("a failure");
     for (;;) pause();
   });
@@ -372,7 +372,7 @@ TEST(RankWatch, RefusesTimeoutsThatNoRankCouldKeep) {
 
 TEST(RankWatch, CutsALongActivity) {
   Processes processes(2, [](Communicator& group) {
-    RankWatch watch(group, kOptions);
+    RankWatch watch(group, watch_options);
     watch.doing("{}", std::string(300, 'x'));
     sleep(0.7);
     if (group.rank() == 1) _exit(0);  // without a goodbye
