@@ -138,18 +138,32 @@ TEST_F(CudaCodec, QuantisesTheSameBytesInEveryFormat) {
   }
 }
 
+// Tests of many grids are one for each, so that each ends in time under compute-sanitizer too.
+class CudaCodecOn : public CudaCodec, public testing::WithParamInterface<BlockGrid> {};
+std::string name_of_grid(const testing::TestParamInfo<BlockGrid>& grid) {
+  return fmt::format("{}x{}in{}", grid.param.rows, grid.param.row_length, grid.param.segments);
+}
+
 // Without anything that is not finite, the paths that assume so.
-TEST_F(CudaCodec, QuantisesTheSameBytesOfFiniteNumbers) {
-  std::uint32_t seed = 500;
-  for (const BlockGrid& grid : {BlockGrid{5, 4096, 1}, BlockGrid{3, 1000, 1}, BlockGrid{2, 2304, 2}}) {
-    for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
-      const Values numbers = testing_operations::normal(grid.count(), ++seed);
-      for (const QuantFormat& format : all_quantised_formats()) round_trip(format, grid, type, numbers);
-      if (HasFailure()) return;
-      renew();
-    }
+class Quantisation : public CudaCodec,
+                     public testing::WithParamInterface<std::tuple<BlockGrid, ElementType, int>> {};
+TEST_P(Quantisation, GivesTheSameBytesOfFiniteNumbers) {
+  const auto& [grid, type, block] = GetParam();
+  const Values numbers =
+      testing_operations::normal(grid.count(), static_cast<std::uint32_t>(grid.row_length + block));
+  for (const QuantFormat& format : all_quantised_formats()) {
+    if (format.block == block) round_trip(format, grid, type, numbers);
   }
 }
+INSTANTIATE_TEST_SUITE_P(Cuda, Quantisation,
+                         testing::Combine(testing::Values(BlockGrid{5, 4096, 1}, BlockGrid{3, 1000, 1},
+                                                          BlockGrid{2, 2304, 2}),
+                                          testing::Values(ElementType::kFp32, ElementType::kBf16),
+                                          testing::Values(16, 32, 64, 128, 256)),
+                         [](const auto& test) {
+                           return fmt::format("{}_from_{}_by_{}", std::get<0>(test.param).row_length,
+                                              name_of(std::get<1>(test.param)), std::get<2>(test.param));
+                         });
 
 TEST_F(CudaCodec, QuantisesTheSameBytesInManyRows) {
   for (const char* text : {"nf4/32/two-level", "e4m3/128/fp32", "int8/32/two-level", "bnbfp4/128/fp32",
@@ -333,7 +347,7 @@ TEST(CudaCodecHuge, QuantisesAndDecodesMoreElementsThan32BitsCount) {
 
 // --- sums ---
 
-TEST_F(CudaCodec, SumsAsTheCpuDoesAndAlwaysTheSame) {
+TEST_F(CudaCodec, SumsAsTheCpuDoes) {
   for (const std::int64_t count : {1, 129, 1025, 70001}) {
     for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
       const Twin x = pair_->random(type, Shape{count});
@@ -344,26 +358,52 @@ TEST_F(CudaCodec, SumsAsTheCpuDoesAndAlwaysTheSame) {
       EXPECT_NEAR(pair_->values(total.cuda)[0], want, 1e-9 * static_cast<double>(count));
     }
   }
+}
+
+// Groups with gaps, and units without.
+using SumOfSquares = CudaCodecOn;
+TEST_P(SumOfSquares, IsTheCpusAndAlwaysTheSame) {
   std::uint32_t seed = 40;
   for (const char* text : {"e4m3/128/fp32", "int8/128/fp32", "dynamic8/256/fp32", "nf4/32/two-level",
-                           "e4m3/16/two-level", "int6/64/bf16", "fp32", "bf16"}) {
-    for (const BlockGrid& grid :
-         {BlockGrid{1, 1, 1}, BlockGrid{3, 129, 1}, BlockGrid{40, 4 * 1030, 4}}) {
-      const QuantTwin x = pair_->random_quant(parse_format(text), grid, ++seed % 2 == 0 ? 1.0 : 1e15);
-      const Twin total = pair_->empty(ElementType::kFp64, Shape{1});
-      cpu_backend().sum_of_squares(pair_->cpu, x.cpu, total.cpu);
-      cuda_backend().sum_of_squares(pair_->cuda, x.cuda, total.cuda);
-      const double first = pair_->values(total.cuda)[0];
-      EXPECT_NEAR(first / total.cpu.as<double>()[0], 1.0, 2e-7) << text;
-      cuda_backend().sum_of_squares(pair_->cuda, x.cuda, total.cuda);
-      EXPECT_EQ(pair_->values(total.cuda)[0], first) << text;
-    }
+                           "e4m3/16/two-level", "e4m3/16/fp32", "int6/64/bf16", "fp32", "bf16"}) {
+    const QuantTwin x =
+        pair_->random_quant(parse_format(text), GetParam(), ++seed % 2 == 0 ? 1.0 : 1e15);
+    const Twin total = pair_->empty(ElementType::kFp64, Shape{1});
+    cpu_backend().sum_of_squares(pair_->cpu, x.cpu, total.cpu);
+    cuda_backend().sum_of_squares(pair_->cuda, x.cuda, total.cuda);
+    const double first = pair_->values(total.cuda)[0];
+    EXPECT_NEAR(first / total.cpu.as<double>()[0], 1.0, 2e-7) << text;
+    cuda_backend().sum_of_squares(pair_->cuda, x.cuda, total.cuda);
+    EXPECT_EQ(pair_->values(total.cuda)[0], first) << text;
   }
+}
+INSTANTIATE_TEST_SUITE_P(Cuda, SumOfSquares,
+                         testing::Values(BlockGrid{1, 1, 1}, BlockGrid{3, 129, 1},
+                                         BlockGrid{40, 4 * 1030, 4}, BlockGrid{40, 4096, 1}),
+                         name_of_grid);
+
+// More parts than the kernel that adds them reads at a time, of one row again and again.
+TEST_F(CudaCodec, SumsTheSquaresOfManyParts) {
+  const QuantFormat format = parse_format("e4m3/128/fp32");
+  const BlockGrid row{1, 4096, 1}, grid{20000, 4096, 1};
+  const QuantTwin of_row = pair_->random_quant(format, row), x = pair_->quant(format, grid);
+  for (std::int64_t i = 0; i < grid.rows; ++i) {
+    const QuantTensor to = x.cpu.slice_rows(i, i + 1);
+    std::memcpy(to.codes, of_row.cpu.codes, static_cast<std::size_t>(row.row_length));
+    std::memcpy(to.scales, of_row.cpu.scales, static_cast<std::size_t>(row.row_length) / 128 * 4);
+  }
+  cuda_backend().upload(pair_->cuda, x.cpu.codes, x.cuda.codes, storage_bytes(format, grid));
+  const Twin total = pair_->empty(ElementType::kFp64, Shape{1});
+  cpu_backend().sum_of_squares(pair_->cpu, of_row.cpu, total.cpu);
+  cuda_backend().sum_of_squares(pair_->cuda, x.cuda, total.cuda);
+  const double want = static_cast<double>(grid.rows) * total.cpu.as<double>()[0];
+  EXPECT_NEAR(pair_->values(total.cuda)[0] / want, 1.0, 2e-7);
 }
 
 // --- AdamW ---
 
-TEST_F(CudaCodec, AdamwWritesTheSameBytes) {
+using Adamw = CudaCodecOn;
+TEST_P(Adamw, WritesTheSameBytes) {
   struct Case {
     const char *gradient, *first, *second;
   };
@@ -387,58 +427,60 @@ TEST_F(CudaCodec, AdamwWritesTheSameBytes) {
                                 {ElementType::kBf16, MasterKind::kNone},
                                 {ElementType::kBf16, MasterKind::kFp32},
                                 {ElementType::kBf16, MasterKind::kRemainder}};
-  for (const BlockGrid& grid :
-       {BlockGrid{5, 1, 1}, BlockGrid{1, 300, 1}, BlockGrid{9, 257, 1}, BlockGrid{3, 4 * 1040, 4},
-        BlockGrid{2, 2048, 1}, BlockGrid{33, 2 * 768, 2}, BlockGrid{3, 4 * 896, 4},
-        BlockGrid{5, 4 * 128, 4}, BlockGrid{3, 2 * 688, 2}, BlockGrid{7, 3 * 40, 3},
-        BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1088, 1}}) {
-    for (const Case& c : formats) {
-      for (const Held& held : helds) {
-        AdamwStep step;
-        step.master = held.master;
-        step.learning_rate = 1e-2;
-        step.weight_decay = 0.1;
-        step.gradient_scale = 0.25;
-        const QuantTwin first = pair_->quant(parse_format(c.first), grid);
-        const QuantTwin second = pair_->quant(parse_format(c.second), grid);
-        const Shape shape{grid.rows, grid.row_length};
-        const Twin weight = pair_->random(held.weight, shape);
-        Twin master;
-        if (held.master == MasterKind::kFp32) master = pair_->random(ElementType::kFp32, shape);
-        if (held.master == MasterKind::kRemainder) {
-          master = pair_->empty(ElementType::kInt16, shape);
-          std::memset(master.cpu.data, 0, master.cpu.bytes());
-          pair_->upload(master);
-        }
-        for (step.step = 1; step.step <= 3; ++step.step) {
-          // Sizes that differ by block: second moments that would underflow are lifted.
-          Values numbers = testing_operations::normal(
-              grid.count(), static_cast<std::uint32_t>(step.step * 31 + grid.count()));
-          for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] *= std::exp2(-double(i % 23));
-          const Twin source = pair_->of(ElementType::kFp32, shape, numbers);
-          const QuantTwin gradient = pair_->quant(parse_format(c.gradient), grid);
-          cpu_backend().quantize(pair_->cpu, source.cpu, gradient.cpu, {}, {});
-          cuda_backend().upload(pair_->cuda, gradient.cpu.codes, gradient.cuda.codes,
-                                storage_bytes(gradient.cpu.format, grid));
-          RandomKey key = pair_->key();
-          key.step = static_cast<std::uint32_t>(step.step);
-          cpu_backend().adamw_update(
-              pair_->cpu, {weight.cpu, master.cpu, gradient.cpu, first.cpu, second.cpu}, step, key);
-          cuda_backend().adamw_update(pair_->cuda,
-                                      {weight.cuda, master.cuda, gradient.cuda, first.cuda, second.cuda},
-                                      step, key);
-        }
-        const std::string what = std::string("adamw ") + c.gradient;
-        expect_same(first, what + " first moment");
-        expect_same(second, what + " second moment");
-        expect_same_elements(weight, what + " weight");
-        if (master.cpu) expect_same_elements(master, what + " master");
-        renew();
-        if (HasFailure()) return;
+  const BlockGrid grid = GetParam();
+  for (const Case& c : formats) {
+    for (const Held& held : helds) {
+      AdamwStep step;
+      step.master = held.master;
+      step.learning_rate = 1e-2;
+      step.weight_decay = 0.1;
+      step.gradient_scale = 0.25;
+      const QuantTwin first = pair_->quant(parse_format(c.first), grid);
+      const QuantTwin second = pair_->quant(parse_format(c.second), grid);
+      const Shape shape{grid.rows, grid.row_length};
+      const Twin weight = pair_->random(held.weight, shape);
+      Twin master;
+      if (held.master == MasterKind::kFp32) master = pair_->random(ElementType::kFp32, shape);
+      if (held.master == MasterKind::kRemainder) {
+        master = pair_->empty(ElementType::kInt16, shape);
+        std::memset(master.cpu.data, 0, master.cpu.bytes());
+        pair_->upload(master);
       }
+      for (step.step = 1; step.step <= 3; ++step.step) {
+        // Sizes that differ by block: second moments that would underflow are lifted.
+        Values numbers = testing_operations::normal(
+            grid.count(), static_cast<std::uint32_t>(step.step * 31 + grid.count()));
+        for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] *= std::exp2(-double(i % 23));
+        const Twin source = pair_->of(ElementType::kFp32, shape, numbers);
+        const QuantTwin gradient = pair_->quant(parse_format(c.gradient), grid);
+        cpu_backend().quantize(pair_->cpu, source.cpu, gradient.cpu, {}, {});
+        cuda_backend().upload(pair_->cuda, gradient.cpu.codes, gradient.cuda.codes,
+                              storage_bytes(gradient.cpu.format, grid));
+        RandomKey key = pair_->key();
+        key.step = static_cast<std::uint32_t>(step.step);
+        cpu_backend().adamw_update(
+            pair_->cpu, {weight.cpu, master.cpu, gradient.cpu, first.cpu, second.cpu}, step, key);
+        cuda_backend().adamw_update(
+            pair_->cuda, {weight.cuda, master.cuda, gradient.cuda, first.cuda, second.cuda}, step, key);
+      }
+      const std::string what = std::string("adamw ") + c.gradient;
+      expect_same(first, what + " first moment");
+      expect_same(second, what + " second moment");
+      expect_same_elements(weight, what + " weight");
+      if (master.cpu) expect_same_elements(master, what + " master");
+      renew();
+      if (HasFailure()) return;
     }
   }
 }
+INSTANTIATE_TEST_SUITE_P(Cuda, Adamw,
+                         testing::Values(BlockGrid{5, 1, 1}, BlockGrid{1, 300, 1}, BlockGrid{9, 257, 1},
+                                         BlockGrid{3, 4 * 1040, 4}, BlockGrid{2, 2048, 1},
+                                         BlockGrid{33, 2 * 768, 2}, BlockGrid{3, 4 * 896, 4},
+                                         BlockGrid{5, 4 * 128, 4}, BlockGrid{3, 2 * 688, 2},
+                                         BlockGrid{7, 3 * 40, 3}, BlockGrid{3, 5 * 8, 5},
+                                         BlockGrid{3, 1088, 1}),
+                         name_of_grid);
 
 // --- embedding ---
 
@@ -457,44 +499,55 @@ TEST_F(CudaCodec, EmbeddingForwardCopiesRows) {
   }
 }
 
-TEST_F(CudaCodec, EmbeddingBackwardAddsInOrderOfPositions) {
-  struct Case {
-    std::int64_t positions, vocabulary, width, segments;
-    const char* format;
-  };
-  for (const Case& c :
-       {Case{1, 3, 5, 1, "e4m3/128/fp32"}, Case{1025, 7, 129, 1, "e4m3/128/fp32"},
-        Case{1000, 256, 1040, 2, "e4m3/128/fp32"}, Case{777, 70000, 64, 1, "int8/32/bf16"},
-        Case{2100, 1000, 24, 1, "fp32"}, Case{600, 50, 40, 1, "nf4/32/two-level/stochastic"},
-        Case{600, 257, 2048, 1, "e4m3/128/fp32/stochastic"}, Case{3000, 300, 1536, 2, "e4m3/128/fp32"},
-        Case{20000, 60000, 256, 1, "e4m3/16/fp32"}, Case{2500, 400000, 48, 1, "e4m3/16/fp32"},
-        Case{5000, 3, 1024, 1, "e4m3/256/fp32"}, Case{1500, 90, 1312, 2, "e4m3/16/fp32"}}) {
-    for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
-      const RandomKey draw = RandomKey{.seed = 5}.with(RandomPurpose::kTest, 17);
-      std::vector<std::int32_t> ids(static_cast<std::size_t>(c.positions));
-      for (std::size_t n = 0; n < ids.size(); ++n) {  // few are frequent, many are rare
-        const double u = random_uniform(draw, n);
-        ids[n] = static_cast<std::int32_t>(u * u * u * static_cast<double>(c.vocabulary));
-      }
-      const Twin tokens = pair_->integers(ids);
-      const Twin dout = pair_->random(type, Shape{c.positions, c.width});
-      const BlockGrid grid{c.vocabulary, c.width, c.segments};
-      const QuantTwin dtable = pair_->quant(parse_format(c.format), grid);
-      const Twin counters = pair_->counters();
-      for (std::uint32_t micro_batch = 0; micro_batch < 2; ++micro_batch) {
-        RandomKey key = pair_->key();
-        key.micro_batch = micro_batch;
-        cpu_backend().embedding_backward(pair_->cpu, tokens.cpu, dout.cpu, dtable.cpu, key,
-                                         counters.cpu);
-        cuda_backend().embedding_backward(pair_->cuda, tokens.cuda, dout.cuda, dtable.cuda, key,
-                                          counters.cuda);
-      }
-      expect_same(dtable, "embedding_backward");
-      expect_same(counters, dtable);
-      renew();
+struct EmbeddingCase {
+  std::int64_t positions, vocabulary, width, segments;
+  const char* format;
+};
+class EmbeddingBackward : public CudaCodec, public testing::WithParamInterface<EmbeddingCase> {};
+TEST_P(EmbeddingBackward, AddsInOrderOfPositions) {
+  const EmbeddingCase& c = GetParam();
+  for (const ElementType type : {ElementType::kFp32, ElementType::kBf16}) {
+    const RandomKey draw = RandomKey{.seed = 5}.with(RandomPurpose::kTest, 17);
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(c.positions));
+    for (std::size_t n = 0; n < ids.size(); ++n) {  // few are frequent, many are rare
+      const double u = random_uniform(draw, n);
+      ids[n] = static_cast<std::int32_t>(u * u * u * static_cast<double>(c.vocabulary));
     }
+    const Twin tokens = pair_->integers(ids);
+    const Twin dout = pair_->random(type, Shape{c.positions, c.width});
+    const BlockGrid grid{c.vocabulary, c.width, c.segments};
+    const QuantTwin dtable = pair_->quant(parse_format(c.format), grid);
+    const Twin counters = pair_->counters();
+    for (std::uint32_t micro_batch = 0; micro_batch < 2; ++micro_batch) {
+      RandomKey key = pair_->key();
+      key.micro_batch = micro_batch;
+      cpu_backend().embedding_backward(pair_->cpu, tokens.cpu, dout.cpu, dtable.cpu, key, counters.cpu);
+      cuda_backend().embedding_backward(pair_->cuda, tokens.cuda, dout.cuda, dtable.cuda, key,
+                                        counters.cuda);
+    }
+    expect_same(dtable, "embedding_backward");
+    expect_same(counters, dtable);
+    renew();
   }
 }
+INSTANTIATE_TEST_SUITE_P(Cuda, EmbeddingBackward,
+                         testing::Values(EmbeddingCase{1, 3, 5, 1, "e4m3/128/fp32"},
+                                         EmbeddingCase{1025, 7, 129, 1, "e4m3/128/fp32"},
+                                         EmbeddingCase{1000, 256, 1040, 2, "e4m3/128/fp32"},
+                                         EmbeddingCase{777, 70000, 64, 1, "int8/32/bf16"},
+                                         EmbeddingCase{2100, 1000, 24, 1, "fp32"},
+                                         EmbeddingCase{600, 50, 40, 1, "nf4/32/two-level/stochastic"},
+                                         EmbeddingCase{600, 257, 2048, 1, "e4m3/128/fp32/stochastic"},
+                                         EmbeddingCase{3000, 300, 1536, 2, "e4m3/128/fp32"},
+                                         EmbeddingCase{20000, 60000, 256, 1, "e4m3/16/fp32"},
+                                         EmbeddingCase{2500, 400000, 48, 1, "e4m3/16/fp32"},
+                                         EmbeddingCase{5000, 3, 1024, 1, "e4m3/256/fp32"},
+                                         EmbeddingCase{1500, 90, 1312, 2, "e4m3/16/fp32"},
+                                         EmbeddingCase{130, 90, 8192, 1, "e4m3/128/fp32"}),
+                         [](const auto& test) {
+                           return fmt::format("{}of{}x{}", test.param.positions, test.param.vocabulary,
+                                              test.param.width);
+                         });
 
 // An id outside the table, which a kernel cannot throw for, neither writes elsewhere nor splits the sum
 // of another token.

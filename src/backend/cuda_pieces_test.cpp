@@ -231,31 +231,38 @@ TEST(CudaPieces, TheLargestCodesOfEightRanksAddUp) {
   EXPECT_EQ(values[6], 0.0);
 }
 
-TEST(CudaPieces, SquaresHaveTheSameBitsForPiecesAndForTheirSum) {
+// Tests of many grids are one for each, so that each ends in time under compute-sanitizer too.
+class PiecesOn : public testing::TestWithParam<BlockGrid> {};
+std::string name_of_grid(const testing::TestParamInfo<BlockGrid>& grid) {
+  return fmt::format("{}x{}in{}", grid.param.rows, grid.param.row_length, grid.param.segments);
+}
+
+using SquaresOfPieces = PiecesOn;
+TEST_P(SquaresOfPieces, HaveTheBitsOfThoseOfTheirSum) {
   AGOQ_NEEDS_GPU();
+  const BlockGrid& grid = GetParam();
   for (const QuantFormat& format : formats()) {
-    for (const BlockGrid& grid : kGrids) {
-      Pair pair(std::size_t{48} << 20);
-      for (const int count : {1, 2, 5}) {
-        const Pieces pieces = random_pieces(pair, format, grid, count);
-        const Twin sum = pair.empty(ElementType::kFp32, Shape{grid.rows, grid.row_length});
-        QuantTensor cpu_sum = as_quant_tensor(sum.cpu);
-        cpu_sum.grid.segments = grid.segments;  // on the GPU it is one: segments make no difference
-        pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, cpu_sum, pair.key(), {});
-        pair.upload(sum);
-        const Twin of_pieces = pair.empty(ElementType::kFp64, Shape{1});
-        const Twin of_sum = pair.empty(ElementType::kFp64, Shape{1});
-        const QuantTensor cuda_sum = as_quant_tensor(sum.cuda);
-        pair.cuda.backend.pieces_sum_of_squares(pair.cuda, pieces.cuda, of_pieces.cuda);
-        pair.cuda.backend.pieces_sum_of_squares(pair.cuda, {&cuda_sum, 1}, of_sum.cuda);
-        EXPECT_EQ(pair.values(of_pieces.cuda), pair.values(of_sum.cuda))
-            << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "], " << count;
-        pair.cpu.backend.pieces_sum_of_squares(pair.cpu, pieces.cpu, of_pieces.cpu);
-        EXPECT_LE(pair.error(of_pieces), 1e-13);
-      }
+    Pair pair(std::size_t{48} << 20);
+    for (const int count : {1, 2, 5}) {
+      const Pieces pieces = random_pieces(pair, format, grid, count);
+      const Twin sum = pair.empty(ElementType::kFp32, Shape{grid.rows, grid.row_length});
+      QuantTensor cpu_sum = as_quant_tensor(sum.cpu);
+      cpu_sum.grid.segments = grid.segments;  // on the GPU it is one: segments make no difference
+      pair.cpu.backend.add_pieces(pair.cpu, pieces.cpu, cpu_sum, pair.key(), {});
+      pair.upload(sum);
+      const Twin of_pieces = pair.empty(ElementType::kFp64, Shape{1});
+      const Twin of_sum = pair.empty(ElementType::kFp64, Shape{1});
+      const QuantTensor cuda_sum = as_quant_tensor(sum.cuda);
+      pair.cuda.backend.pieces_sum_of_squares(pair.cuda, pieces.cuda, of_pieces.cuda);
+      pair.cuda.backend.pieces_sum_of_squares(pair.cuda, {&cuda_sum, 1}, of_sum.cuda);
+      EXPECT_EQ(pair.values(of_pieces.cuda), pair.values(of_sum.cuda))
+          << format.to_string() << " [" << grid.rows << ", " << grid.row_length << "], " << count;
+      pair.cpu.backend.pieces_sum_of_squares(pair.cpu, pieces.cpu, of_pieces.cpu);
+      EXPECT_LE(pair.error(of_pieces), 1e-13);
     }
   }
 }
+INSTANTIATE_TEST_SUITE_P(Cuda, SquaresOfPieces, testing::ValuesIn(kGrids), name_of_grid);
 
 TEST(CudaPieces, UpdateFromPiecesIsTheUpdateFromTheirSum) {
   AGOQ_NEEDS_GPU();
@@ -289,7 +296,12 @@ TEST(CudaPieces, UpdateFromPiecesIsTheUpdateFromTheirSum) {
   EXPECT_TRUE(results[0] == results[1]);
 }
 
-TEST(CudaPieces, UpdatesFromPiecesAreTheCpusBytes) {
+std::string name_of_update(const testing::TestParamInfo<std::tuple<BlockGrid, int>>& test) {
+  const auto& [grid, count] = test.param;
+  return fmt::format("{}x{}in{}_of_{}", grid.rows, grid.row_length, grid.segments, count);
+}
+class UpdateFromPieces : public testing::TestWithParam<std::tuple<BlockGrid, int>> {};
+TEST_P(UpdateFromPieces, GivesTheCpusBytes) {
   AGOQ_NEEDS_GPU();
   const QuantFormat first_format{Code::kDynamic8, 256, ScaleType::kFp32},
       second_format{Code::kDynamic8Unsigned, 256, ScaleType::kFp32};
@@ -298,54 +310,63 @@ TEST(CudaPieces, UpdatesFromPiecesAreTheCpusBytes) {
       {ElementType::kBf16, MasterKind::kNone},
       {ElementType::kBf16, MasterKind::kFp32},
       {ElementType::kBf16, MasterKind::kRemainder}};
-  // Segments of whole blocks of moments; with half blocks, shorter ones and less than a block; not of
-  // whole vectors.
-  for (const BlockGrid& grid :
-       {BlockGrid{64, 4096, 1}, BlockGrid{7, 4 * 896, 4}, BlockGrid{33, 1376, 2}, BlockGrid{9, 384, 3},
-        BlockGrid{5, 3 * 40, 3}, BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1025, 1}}) {
-    for (const int count : {1, 2, 3, 8, 64, 65}) {
-      if (count > 8 && grid.count() > 30000) continue;
-      for (const auto& [type, master_kind] : helds) {
-        Pair pair(std::size_t{32} << 20);
-        const Shape shape{grid.rows, grid.row_length};
-        const QuantTwin first = pair.quant(first_format, grid), second = pair.quant(second_format, grid);
-        const Twin weight = pair.random(type, shape);
-        Twin master;
-        if (master_kind == MasterKind::kFp32) master = pair.random(ElementType::kFp32, shape);
-        if (master_kind == MasterKind::kRemainder) {
-          master = pair.empty(ElementType::kInt16, shape);
-          std::memset(master.cpu.data, 0, master.cpu.bytes());
-          pair.upload(master);
-        }
-        AdamwStep step{.master = master_kind, .learning_rate = 1e-2, .weight_decay = 0.1};
-        step.gradient_scale = 0.25;
-        for (step.step = 1; step.step <= 2; ++step.step) {
-          const Pieces pieces = random_pieces(pair, kE4m3, grid, count);
-          pair.cpu.backend.adamw_update_pieces(pair.cpu, pieces.cpu,
-                                               {weight.cpu, master.cpu, {}, first.cpu, second.cpu}, step,
-                                               pair.key());
-          pair.cuda.backend.adamw_update_pieces(pair.cuda, pieces.cuda,
-                                                {weight.cuda, master.cuda, {}, first.cuda, second.cuda},
-                                                step, pair.key());
-        }
-        const auto what = [&] {
-          return fmt::format("[{}, {}] in {} segments, {} pieces, {}, master {}", grid.rows,
-                             grid.row_length, grid.segments, count, name_of(type),
-                             static_cast<int>(master_kind));
-        };
-        EXPECT_EQ(pair.differing_bytes(first), 0) << what();
-        EXPECT_EQ(pair.differing_bytes(second), 0) << what();
-        EXPECT_EQ(pair.values(weight.cuda), testing_operations::Bench::get(weight.cpu)) << what();
-        if (master.cpu) {
-          std::vector<std::byte> bytes(master.cuda.bytes());
-          pair.cuda.backend.read(pair.cuda, master.cuda.data, bytes.data(), bytes.size());
-          EXPECT_EQ(std::memcmp(bytes.data(), master.cpu.data, bytes.size()), 0) << what();
-        }
-        if (testing::Test::HasFailure()) return;
+  const auto& [grid, count] = GetParam();
+  {
+    for (const auto& [type, master_kind] : helds) {
+      Pair pair(std::size_t{32} << 20);
+      const Shape shape{grid.rows, grid.row_length};
+      const QuantTwin first = pair.quant(first_format, grid), second = pair.quant(second_format, grid);
+      const Twin weight = pair.random(type, shape);
+      Twin master;
+      if (master_kind == MasterKind::kFp32) master = pair.random(ElementType::kFp32, shape);
+      if (master_kind == MasterKind::kRemainder) {
+        master = pair.empty(ElementType::kInt16, shape);
+        std::memset(master.cpu.data, 0, master.cpu.bytes());
+        pair.upload(master);
       }
+      AdamwStep step{.master = master_kind, .learning_rate = 1e-2, .weight_decay = 0.1};
+      step.gradient_scale = 0.25;
+      for (step.step = 1; step.step <= 2; ++step.step) {
+        const Pieces pieces = random_pieces(pair, kE4m3, grid, count);
+        pair.cpu.backend.adamw_update_pieces(
+            pair.cpu, pieces.cpu, {weight.cpu, master.cpu, {}, first.cpu, second.cpu}, step, pair.key());
+        pair.cuda.backend.adamw_update_pieces(pair.cuda, pieces.cuda,
+                                              {weight.cuda, master.cuda, {}, first.cuda, second.cuda},
+                                              step, pair.key());
+      }
+      const auto what = [&] {
+        return fmt::format("[{}, {}] in {} segments, {} pieces, {}, master {}", grid.rows,
+                           grid.row_length, grid.segments, count, name_of(type),
+                           static_cast<int>(master_kind));
+      };
+      EXPECT_EQ(pair.differing_bytes(first), 0) << what();
+      EXPECT_EQ(pair.differing_bytes(second), 0) << what();
+      EXPECT_EQ(pair.values(weight.cuda), testing_operations::Bench::get(weight.cpu)) << what();
+      if (master.cpu) {
+        std::vector<std::byte> bytes(master.cuda.bytes());
+        pair.cuda.backend.read(pair.cuda, master.cuda.data, bytes.data(), bytes.size());
+        EXPECT_EQ(std::memcmp(bytes.data(), master.cpu.data, bytes.size()), 0) << what();
+      }
+      if (testing::Test::HasFailure()) return;
     }
   }
 }
+// Segments of whole blocks of moments; with half blocks, shorter ones and less than a block; not of
+// whole vectors.
+INSTANTIATE_TEST_SUITE_P(Cuda, UpdateFromPieces,
+                         testing::Combine(testing::Values(BlockGrid{64, 4096, 1},
+                                                          BlockGrid{7, 4 * 896, 4},
+                                                          BlockGrid{33, 1376, 2}, BlockGrid{9, 384, 3},
+                                                          BlockGrid{5, 3 * 40, 3},
+                                                          BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1025, 1}),
+                                          testing::Values(1, 2, 3, 8)),
+                         name_of_update);
+INSTANTIATE_TEST_SUITE_P(CudaOfManyPieces, UpdateFromPieces,
+                         testing::Combine(testing::Values(BlockGrid{7, 4 * 896, 4}, BlockGrid{9, 384, 3},
+                                                          BlockGrid{5, 3 * 40, 3},
+                                                          BlockGrid{3, 5 * 8, 5}, BlockGrid{3, 1025, 1}),
+                                          testing::Values(64, 65)),
+                         name_of_update);
 
 TEST(CudaSlices, StochasticRoundingIsThatOfTheWholeTensor) {
   AGOQ_NEEDS_GPU();
