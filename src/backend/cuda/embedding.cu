@@ -4,15 +4,16 @@
 //
 // Backward sorts the positions by token in one kernel. Block b places tokens [1024 b, 1024 (b + 1)): a
 // warp walks through a run of all positions and counts those of its block's tokens; of the counts, by
-// token and warp, and the number of smaller tokens the block makes where the first of each goes; the
-// second walk goes by these. Blocks exchange nothing; in exchange each reads all tokens.
+// token and warp, and the number of smaller tokens the block makes where the first of each goes. By
+// these the warp places what it remembers of its walk, or walks again where that was too much. Blocks
+// exchange nothing; in exchange each reads all tokens.
 //
 // Rows in E4M3 under FP32 scales, segments of whole blocks: a warp owns a part of 512 columns of two
 // positions and has both, and what the table holds for their tokens, on its way before the positions are
-// sorted. Of its token's first position it adds the other positions' parts, in order, and requantises
-// the sum once; others are done. Tokens of 32 positions and more, of which text has some with hundreds,
-// are left to the blocks of their first eight positions, a part to each: warps copy rows ahead, a thread
-// adds two columns.
+// sorted; what the first warps will read of dout the sort has already asked for. Of its token's first
+// position a warp adds the other positions' parts, in order, and requantises the sum once; others are
+// done. Tokens of 32 positions and more, of which text has some with hundreds, are left to the blocks of
+// their first four positions, a part to each: warps copy rows ahead, a thread adds four columns.
 //
 // Other formats: a block of threads owns one group (up to 1,024 columns) of one token's row. Each of its
 // four warps adds one chunk of 256 columns over the token's positions, in order; the first warp takes
@@ -37,6 +38,8 @@ constexpr int kSortWarps = 16, kSortThreads = kSortWarps * kWarp;
 constexpr int kDigits = 1024;  // tokens of a block of sort_kernel
 constexpr int kDigitsPerThread = kDigits / kSortThreads;
 constexpr int kTokensInFlight = 16;
+constexpr int kFound = 128;                                   // that a warp of sort_kernel remembers
+constexpr std::int64_t kBytesAhead = std::int64_t{16} << 20;  // of dout, into the L2 cache
 constexpr int kRowThreads = kWarp * kChunks;
 constexpr int kRowsInFlight = 4;  // loads of a long sum do not wait for one another
 
@@ -89,6 +92,7 @@ struct SortShared {
   // Read four at a time, which have to be these alone: racecheck sees those beside them too.
   alignas(16) std::uint32_t of_warps[2][kSortWarps];
   std::uint32_t firsts[kDigits + 1];
+  uint2 found[kSortWarps][kFound];  // a warp's positions of the block's tokens, and their digits
 
   __device__ __forceinline__ std::uint32_t& count(std::uint32_t digit, int warp) {
     return counts[digit / kDigitsPerThread][digit % kDigitsPerThread * kSortWarps + warp];
@@ -99,14 +103,14 @@ struct SortShared {
 /// last block also ids outside the table, as token `vocabulary`.
 __global__ void __launch_bounds__(kSortThreads)
     sort_kernel(const std::int32_t* tokens, std::uint32_t vocabulary, int total, std::int32_t* positions,
-                Occurrence* occurrences) {
-  await_predecessors_before_successors();
+                Occurrence* occurrences, const std::byte* ahead, std::int64_t bytes_ahead) {
   extern __shared__ __align__(16) std::byte shared_bytes[];
   SortShared& shared = *reinterpret_cast<SortShared*>(shared_bytes);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp;
   static_assert(sizeof(shared.counts) % sizeof(uint4) == 0);
   for (std::size_t i = threadIdx.x; i < sizeof(shared.counts) / sizeof(uint4); i += kSortThreads)
     reinterpret_cast<uint4*>(&shared.counts)[i] = make_uint4(0, 0, 0, 0);
+  await_predecessors_before_successors();
   __syncthreads();
 
   const std::uint32_t first_token = blockIdx.x * kDigits;
@@ -120,13 +124,33 @@ __global__ void __launch_bounds__(kSortThreads)
     }
   };
   std::uint32_t below = 0;
+  int found = 0;  // of the warp
   for (int from = begin; from < end; from += kTokensInFlight * kWarp) {
     std::uint32_t token[kTokensInFlight];
     load_tokens(from, token);
 #pragma unroll
     for (int k = 0; k < kTokensInFlight; ++k) {
+      const std::uint32_t digit = token[k] - first_token;
       below += token[k] < first_token ? 1 : 0;
-      if (token[k] - first_token < kDigits) atomicAdd(&shared.count(token[k] - first_token, warp), 1u);
+      const bool owned = digit < kDigits;
+      const std::uint32_t owners = __ballot_sync(kWholeWarp, owned);
+      if (owners == 0) continue;
+      if (owned) {
+        atomicAdd(&shared.count(digit, warp), 1u);
+        const int at = found + __popc(owners & ((1u << lane_index()) - 1));
+        if (at < kFound)
+          shared.found[warp][at] =
+              make_uint2(static_cast<unsigned>(from + k * kWarp + lane_index()), digit);
+      }
+      found += __popc(owners);
+    }
+  }
+  // What the next kernel reads first; behind the tokens, which all here waits for.
+  if (lane_index() == 0) {
+    constexpr std::int64_t kPiece = 16384;
+    for (std::int64_t at = (std::int64_t{warp} * gridDim.x + blockIdx.x) * kPiece; at < bytes_ahead;
+         at += kPiece * kSortWarps * gridDim.x) {
+      prefetch_to_l2(ahead + at, static_cast<std::uint32_t>(min(kPiece, bytes_ahead - at)));
     }
   }
   below = __reduce_add_sync(kWholeWarp, below);
@@ -159,30 +183,39 @@ __global__ void __launch_bounds__(kSortThreads)
   if (thread == kSortThreads - 1) shared.firsts[kDigits] = next;
   __syncthreads();
 
+  // Up to 32 of the warp's positions, in order. digit: kDigits of those that the block does not place.
+  const auto place_positions = [&](int n, std::uint32_t digit) {
+    const bool owned = digit < kDigits;
+    const std::uint32_t same = __match_any_sync(kWholeWarp, digit);
+    const std::uint32_t before = __popc(same & ((1u << lane_index()) - 1));
+    std::uint32_t& place = shared.count(owned ? digit : 0, warp);
+    const std::uint32_t taken = place;
+    __syncwarp();
+    if (owned && before == 0) place = taken + __popc(same);
+    __syncwarp();
+    if (!owned) return;
+    const auto first = static_cast<int>(shared.firsts[digit]),
+               count = static_cast<int>(shared.firsts[digit + 1]) - first,
+               at = static_cast<int>(taken + before);
+    positions[at] = n;
+    *reinterpret_cast<int4*>(occurrences + n) =
+        make_int4(first, first_token + digit < vocabulary ? count : 0, at - first, 0);
+  };
+  if (found <= kFound) {
+    for (int i = lane_index(); i - lane_index() < found; i += kWarp) {
+      const uint2 entry = i < found ? shared.found[warp][i] : make_uint2(0, kDigits);
+      place_positions(static_cast<int>(entry.x), entry.y);
+    }
+    return;
+  }
   for (int from = begin; from < end; from += kTokensInFlight * kWarp) {
     std::uint32_t token[kTokensInFlight];
     load_tokens(from, token);
 #pragma unroll
     for (int k = 0; k < kTokensInFlight; ++k) {
       const std::uint32_t digit = min(token[k] - first_token, static_cast<std::uint32_t>(kDigits));
-      const bool owned = digit < kDigits;
-      if (__ballot_sync(kWholeWarp, owned) == 0) continue;
-      const std::uint32_t same = __match_any_sync(kWholeWarp, digit);
-      const std::uint32_t before = __popc(same & ((1u << lane_index()) - 1));
-      std::uint32_t& place = shared.count(owned ? digit : 0, warp);
-      const std::uint32_t taken = place;
-      __syncwarp();
-      if (owned && before == 0) place = taken + __popc(same);
-      __syncwarp();
-      if (owned) {
-        const int n = from + k * kWarp + lane_index();
-        const auto first = static_cast<int>(shared.firsts[digit]),
-                   count = static_cast<int>(shared.firsts[digit + 1]) - first,
-                   at = static_cast<int>(taken + before);
-        positions[at] = n;
-        *reinterpret_cast<int4*>(occurrences + n) =
-            make_int4(first, token[k] < vocabulary ? count : 0, at - first, 0);
-      }
+      if (__any_sync(kWholeWarp, digit < kDigits))
+        place_positions(from + k * kWarp + lane_index(), digit);
     }
   }
 }
@@ -288,19 +321,34 @@ __device__ __forceinline__ void begin_sum(const RawUnit<Storage>& raw, float (&s
   }
 }
 
-constexpr int kItems = 2;           // positions of a warp
-constexpr int kResidentBlocks = 5;  // per multiprocessor
-constexpr int kRing = 5;            // rows that a warp has under way in a long run
-constexpr int kLongRun = 32;        // occurrences of a token that are added by whole blocks
-constexpr int kSpread = kWarps;     // those blocks: of the first occurrences, one per part
+constexpr int kPartWarps = 4, kPartThreads = kPartWarps * kWarp;  // of a block
+constexpr int kColumns = kPart / kPartThreads;                    // of a thread, in a long run
+constexpr int kItems = 2;                                         // positions of a warp
+constexpr int kResidentBlocks = 10;                               // per multiprocessor
+constexpr int kRing = 5;             // rows that a warp has under way in a long run
+constexpr int kLongRun = 32;         // occurrences of a token that are added by whole blocks
+constexpr int kSpread = kPartWarps;  // those blocks: of the first occurrences, one per part
 static_assert(kLongRun >= kSpread && kLongRun <= kWarp + 1);
 
 /// What a warp has under way from memory for one position.
 template <typename Storage>
 struct Item {
-  RawUnit<Storage> dout[kWarp];
+  static constexpr int kPieces = sizeof(RawUnit<Storage>) / sizeof(uint4);  // of 16 bytes, of a unit
+
+  uint4 dout[kPieces * kWarp];  // piece i at place_of(i)
   uint4 codes[kWarp];
   float scales[kWarp];
+
+  /// Lanes copy neighbouring pieces, and read those of their unit: neither meets in a bank.
+  static __device__ __forceinline__ int place_of(int piece) {
+    return piece ^ (piece >> 3 & (kPieces - 1));
+  }
+  __device__ __forceinline__ RawUnit<Storage> unit() const {
+    RawUnit<Storage> raw;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) raw.words[i] = dout[place_of(lane_index() * kPieces + i)];
+    return raw;
+  }
 };
 
 /// A warp's shared memory.
@@ -320,6 +368,12 @@ __device__ __forceinline__ void end_group_of_copies() {
 __device__ __forceinline__ std::uint32_t shared_address(const void* place) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(place));
 }
+/// Copies 16 bytes that are read once to shared memory, or zeros.
+__device__ __forceinline__ void copy_once_or_zeros(const void* from, void* to, bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(copies ? 16 : 0)
+               : "memory");
+}
 template <typename Storage>
 __device__ __forceinline__ void copy_unit(const Storage* from, RawUnit<Storage>* to) {
   const std::uint32_t address = shared_address(to);
@@ -331,17 +385,20 @@ __device__ __forceinline__ void copy_unit(const Storage* from, RawUnit<Storage>*
 /// Where a lane's units are in the rows of dout and of the table.
 template <typename Storage>
 struct Columns {
-  const Storage* dout;
+  const Storage *part, *dout;  // of the part's first lane and of this one
   std::uint8_t* codes;
   float* scales;
   std::uint32_t width, scales_per_row;
+  int left;      // columns from the part's first on
   int lanes;     // of a block
   bool present;  // not behind the row's end
   bool leads;    // the block's first lane
 
   __device__ __forceinline__ Columns(const Storage* all, std::uint8_t* all_codes, float* all_scales,
-                                     std::uint32_t row_length, int block_shift, int part) {
-    const std::uint32_t column = static_cast<std::uint32_t>(part * kPart + lane_index() * kUnit);
+                                     std::uint32_t row_length, int block_shift, int number) {
+    const std::uint32_t column = static_cast<std::uint32_t>(number * kPart + lane_index() * kUnit);
+    part = all + number * kPart;
+    left = static_cast<int>(row_length) - number * kPart;
     dout = all + column;
     codes = all_codes + column;
     scales = all_scales + (column >> block_shift);
@@ -372,18 +429,19 @@ struct Columns {
 };
 
 template <typename Storage>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kPartThreads, kResidentBlocks)
     flat_backward_kernel(const std::int32_t* tokens, int total, const std::int32_t* positions,
                          const Occurrence* occurrences, const Storage* dout, int part_shift,
-                         std::uint32_t width, std::uint8_t* codes, float* scales, int block_shift,
-                         std::uint32_t vocabulary, std::int64_t* counters) {
+                         unsigned part_groups, std::uint32_t width, std::uint8_t* codes, float* scales,
+                         int block_shift, std::uint32_t vocabulary, std::int64_t* counters) {
   extern __shared__ __align__(16) std::byte shared_bytes[];
-  __shared__ int long_runs[kWarps][kItems];  // positions, of the first part's warps
+  __shared__ int long_runs[kPartWarps][kItems];  // positions, of the first part's warps
   auto* const memory = reinterpret_cast<WarpMemory<Storage>*>(shared_bytes);  // of the warps
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_index();
   Item<Storage>* const items = memory[warp].items;
-  const int range = static_cast<int>(blockIdx.x) * (kWarps >> part_shift) + (warp >> part_shift);
-  const int first_part = static_cast<int>(blockIdx.y) * kWarps;
+  const int block = static_cast<int>(blockIdx.x / part_groups);
+  const int range = block * (kPartWarps >> part_shift) + (warp >> part_shift);
+  const int first_part = static_cast<int>(blockIdx.x - block * part_groups) * kPartWarps;
   const Columns<Storage> columns(dout, codes, scales, width, block_shift,
                                  first_part + (warp & ((1 << part_shift) - 1)));
   const int begin = range * kItems, count = min(kItems, total - begin);
@@ -395,16 +453,21 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     const std::uint32_t of_item = __shfl_sync(kWholeWarp, token, k);
+    const bool known = of_item < vocabulary;
     Item<Storage>& item = items[k];
-    if (columns.present && of_item < vocabulary) {
-      copy_unit(columns.row(static_cast<std::uint32_t>(begin + k)), item.dout + lane);
-      copy_async<16>(columns.codes_of(of_item), shared_address(item.codes + lane));
-      if (columns.leads) copy_async<4>(columns.scale_of(of_item), shared_address(item.scales + lane));
-    } else {
-      item.dout[lane] = {};
-      item.codes[lane] = make_uint4(0, 0, 0, 0);
-      item.scales[lane] = 0.0f;
+    constexpr int kPieces = Item<Storage>::kPieces;
+    const auto* const row =
+        reinterpret_cast<const uint4*>(columns.part + std::int64_t{begin + k} * width);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = i * kWarp + lane;
+      copy_once_or_zeros(row + piece, item.dout + Item<Storage>::place_of(piece),
+                         known && piece * (kUnit / kPieces) < columns.left);
     }
+    copy_once_or_zeros(columns.codes_of(of_item), item.codes + lane, known && columns.present);
+    if (columns.leads && known && columns.present)
+      copy_async<4>(columns.scale_of(of_item), shared_address(item.scales + lane));
+    end_group_of_copies();
   }
   await_predecessors();
   Occurrence of{};
@@ -416,14 +479,20 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   if ((warp & ((1 << part_shift) - 1)) == 0 && lane < kItems)
     long_runs[warp][lane] = is_long ? begin + lane : -1;
   // Those that this warp is to add.
-  std::uint32_t own = __ballot_sync(kWholeWarp, of.count > 0 && of.count < kLongRun && of.rank == 0);
-  wait_for_copies();
-  __syncwarp();
-  for (; own != 0; own &= own - 1) {
-    const int k = __ffs(static_cast<int>(own)) - 1;
+  const std::uint32_t own =
+      __ballot_sync(kWholeWarp, of.count > 0 && of.count < kLongRun && of.rank == 0);
+#pragma unroll 1
+  for (int k = 0; k < kItems; ++k) {
+    if (k == 0) {
+      wait_for_all_copies_but<kItems - 1>();
+    } else {
+      wait_for_copies();
+    }
+    __syncwarp();
+    if ((own >> k & 1) == 0) continue;
     const Item<Storage>& item = items[k];
     float sum[kUnit];
-    begin_sum(item.dout[lane], sum);
+    begin_sum(item.unit(), sum);
     const int more = __shfl_sync(kWholeWarp, of.count, k) - 1;
     if (more > 0) {
       const int first = __shfl_sync(kWholeWarp, of.first, k) + 1;
@@ -441,12 +510,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       }
     }
     columns.accumulate(__shfl_sync(kWholeWarp, token, k), item.codes[lane],
-                       item.scales[lane & ~(columns.lanes - 1)], sum, counts);
+                       columns.present ? item.scales[lane & ~(columns.lanes - 1)] : 0.0f, sum, counts);
   }
 
-  // Long runs, by the whole block, a part each: a warp copies rows, a thread adds a pair of columns.
+  // Long runs, by the whole block, a part each: a warp copies rows, a thread adds four columns.
   const bool some_are_long = __syncthreads_or(is_long) != 0;
-  for (int entry = 0; some_are_long && entry < kWarps * kItems; ++entry) {
+  for (int entry = 0; some_are_long && entry < kPartWarps * kItems; ++entry) {
     const int owner = entry / kItems;
     if ((owner & ((1 << part_shift) - 1)) != 0) continue;
     const int n = long_runs[owner][entry % kItems];
@@ -460,17 +529,17 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     uint4 old{};
     float scale = 0.0f;
     if (warp == 0 && part.present) old = *part.codes_of(run_token), scale = *part.scale_of(run_token);
-    const int pair = static_cast<int>(threadIdx.x) * 2;
-    float low = 0.0f, high = 0.0f;
-    const int rounds = (here.count + kWarps - 1) / kWarps;
-    int position = 0;  // of row (round / kWarp * kWarp + lane) * kWarps + warp
+    const int own_columns = static_cast<int>(threadIdx.x) * kColumns;
+    float of_columns[kColumns] = {};
+    const int rounds = (here.count + kPartWarps - 1) / kPartWarps;
+    int position = 0;  // of row (round / kWarp * kWarp + lane) * kPartWarps + warp
     const auto start = [&](int round) {
       if (round % kWarp == 0) {
-        const int row = (round + lane) * kWarps + warp;
+        const int row = (round + lane) * kPartWarps + warp;
         position = row < here.count ? positions[here.first + row] : 0;
       }
       const int at = __shfl_sync(kWholeWarp, position, round);
-      if (round * kWarps + warp < here.count && part.present)
+      if (round * kPartWarps + warp < here.count && part.present)
         copy_unit(part.row(static_cast<std::uint32_t>(at)), memory[warp].ring[round % kRing] + lane);
       end_group_of_copies();
     };
@@ -482,12 +551,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       __syncthreads();
       start(round + kRing - 1);
 #pragma unroll
-      for (int row = 0; row < kWarps; ++row) {
-        if (round * kWarps + row >= here.count) break;
+      for (int row = 0; row < kPartWarps; ++row) {
+        if (round * kPartWarps + row >= here.count) break;
         const auto* const from =
-            reinterpret_cast<const Storage*>(memory[row].ring[round % kRing]) + pair;
-        low += load(from[0]);
-        high += load(from[1]);
+            reinterpret_cast<const Storage*>(memory[row].ring[round % kRing]) + own_columns;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) of_columns[i] += load(from[i]);
       }
     }
     wait_for_copies();
@@ -495,8 +564,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const auto total_of = [&](int i) -> float& {  // four warps' memory has room for a quarter each
       return reinterpret_cast<float*>(memory[i / (kPart / 4)].ring)[i % (kPart / 4)];
     };
-    total_of(pair) = low;
-    total_of(pair + 1) = high;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) total_of(own_columns + i) = of_columns[i];
     __syncthreads();
     if (warp == 0) {
       float sum[kUnit];
@@ -569,7 +638,10 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
                                       static_cast<int>(sizeof(SortShared))),
                  "embedding_backward");
   Launch{static_cast<unsigned>(vocabulary) / kDigits + 1, kSortThreads, sizeof(SortShared), stream}(
-      sort_kernel, ids, static_cast<std::uint32_t>(vocabulary), count, order, occurrences);
+      sort_kernel, ids, static_cast<std::uint32_t>(vocabulary), count, order, occurrences, dout.data,
+      reinterpret_cast<std::uintptr_t>(dout.data) % 16 != 0
+          ? 0
+          : std::min(kBytesAhead, static_cast<std::int64_t>(dout.bytes()) / 16 * 16));
 
   const QuantView view = view_of(dtable);
   const std::int64_t blocks = positions * view.groups_per_row();
@@ -579,19 +651,20 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
     if (has_flat_units(view) && vector_aligned<Storage>(dout.data, view.row_length)) {
       const auto parts = static_cast<int>((view.row_length + kPart - 1) / kPart);
       int part_shift = 0;
-      while (1 << part_shift < std::min(parts, kWarps)) ++part_shift;
-      const int range = kItems * (kWarps >> part_shift);
-      constexpr int kBytes = static_cast<int>(sizeof(WarpMemory<Storage>)) * kWarps;
+      while (1 << part_shift < std::min(parts, kPartWarps)) ++part_shift;
+      const int range = kItems * (kPartWarps >> part_shift);
+      constexpr int kBytes = static_cast<int>(sizeof(WarpMemory<Storage>)) * kPartWarps;
       expect_success(cudaFuncSetAttribute(flat_backward_kernel<Storage>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                      "embedding_backward");
-      const dim3 blocks(static_cast<unsigned>((positions + range - 1) / range),
-                        static_cast<unsigned>((parts + kWarps - 1) / kWarps));
-      Launch{blocks, kThreads, kBytes, stream}(
+      const auto part_groups = static_cast<unsigned>((parts + kPartWarps - 1) / kPartWarps);
+      const unsigned blocks = static_cast<unsigned>((positions + range - 1) / range) * part_groups;
+      Launch{blocks, kPartThreads, kBytes, stream}(
           flat_backward_kernel<Storage>, ids, count, order, occurrences, dout.as<Storage>(), part_shift,
-          static_cast<std::uint32_t>(view.row_length), reinterpret_cast<std::uint8_t*>(view.codes),
-          reinterpret_cast<float*>(view.scales), view.block_shift,
-          static_cast<std::uint32_t>(vocabulary), counters ? counters.as<std::int64_t>() : nullptr);
+          part_groups, static_cast<std::uint32_t>(view.row_length),
+          reinterpret_cast<std::uint8_t*>(view.codes), reinterpret_cast<float*>(view.scales),
+          view.block_shift, static_cast<std::uint32_t>(vocabulary),
+          counters ? counters.as<std::int64_t>() : nullptr);
       return;
     }
     const auto run = [&]<Code code>() {

@@ -32,6 +32,17 @@ __device__ __forceinline__ void await_predecessors_before_successors() {
 #endif
 }
 
+/// Starts bringing `bytes` from `from` on into the L2 cache; both are multiples of 16. All writes of
+/// multiprocessors meet in that cache, so what is brought early is never stale: a kernel may ask for its
+/// operands before it awaits those that write them, and memory works while they end. Does nothing before
+/// sm_90.
+__device__ __forceinline__ void prefetch_to_l2([[maybe_unused]] const void* from,
+                                               [[maybe_unused]] std::uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
 /// Whether the module's kernels hold the parts under __CUDA_ARCH__ >= 900. The GPU alone does not tell:
 /// code that the driver compiles for a newer one from an older one's PTX lacks them.
 inline bool compiled_for_hopper(const void* any_kernel) {
