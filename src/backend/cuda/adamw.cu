@@ -214,10 +214,12 @@ struct Weights {
     } else {
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
-        if constexpr (kind == MasterKind::kRemainder) {                 // join_master, two at a time
-          const std::uint32_t remainders = words[4 + i] ^ 0x80008000u;  // each plus 0x8000
-          master[2 * i] = __uint_as_float(__byte_perm(remainders, words[i], 0x5410) - 0x8000u);
-          master[2 * i + 1] = __uint_as_float(__byte_perm(remainders, words[i], 0x7632) - 0x8000u);
+        if constexpr (kind == MasterKind::kRemainder) {  // join_master: a dot product extends the sign
+          const auto remainders = static_cast<int>(words[4 + i]);
+          master[2 * i] =
+              __int_as_float(__dp2a_lo(remainders, 0x0001, static_cast<int>(words[i] << 16)));
+          master[2 * i + 1] =
+              __int_as_float(__dp2a_lo(remainders, 0x0100, static_cast<int>(words[i] & 0xFFFF0000u)));
         } else {
           master[2 * i] = __uint_as_float(words[i] << 16);
           master[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
@@ -524,12 +526,14 @@ struct Maps {
   float first_level[256][kWarp], second_level[256][kWarp];
 };
 
-__device__ __forceinline__ void fill_maps(Maps& maps) {
+__device__ __forceinline__ void fill_entries(Maps& maps) {
   static_assert(sizeof(EncodeTables) % sizeof(uint4) == 0);
   auto* const to = reinterpret_cast<uint4*>(&maps.entries);
   const auto* const from = reinterpret_cast<const uint4*>(&encode_tables);
   for (std::size_t i = threadIdx.x; i < sizeof(EncodeTables) / sizeof(uint4); i += kFlatThreads)
     to[i] = from[i];
+}
+__device__ __forceinline__ void fill_levels(Maps& maps) {
   for (int code = static_cast<int>(threadIdx.x) / kWarp; code < 256; code += kFlatWarps) {
     const auto bits = static_cast<std::uint32_t>(code);
     maps.first_level[code][lane_index()] = decode<Code::kDynamic8>(bits);
@@ -588,10 +592,11 @@ struct NextChunk {
   uint4 low[kWarp], high[kWarp];  // of the weights
 };
 struct FlatShared {
+  uint4 in_tail[kWarp];          // MomentCut::place_in_tail of each lane
+  std::uint32_t entries[kWarp];  // where maps.entries is, for each lane
   Maps maps;
   NextChunk next[kFlatWarps];
-  uint4 in_tail[kWarp];  // MomentCut::place_in_tail of each lane
-  std::uint32_t taken;   // of the block's own chunks
+  std::uint32_t taken;  // of the block's own chunks
 };
 
 /// The gradient is one tensor, operands.gradient.
@@ -729,7 +734,6 @@ template <typename Held, typename Gradient>
 __global__ void __launch_bounds__(kFlatThreads, 1)
     adamw_flat_kernel(const __grid_constant__ Operands operands, const __grid_constant__ MomentCut cut,
                       const __grid_constant__ Gradient pieces, std::uint32_t* pools) {
-  await_predecessors();
   extern __shared__ __align__(16) std::byte shared_bytes[];
   FlatShared& shared = *reinterpret_cast<FlatShared*>(shared_bytes);
   const int lane = lane_index();
@@ -746,9 +750,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
   asm("" : "+r"(base), "+r"(pairs));  // in registers
   const std::uint32_t own_bank = base + static_cast<std::uint32_t>(lane) * 4;
   const std::uint32_t first_levels = own_bank + offsetof(FlatShared, maps.first_level),
-                      second_levels = own_bank + offsetof(FlatShared, maps.second_level),
-                      first_entries = base + offsetof(FlatShared, maps.entries.first),
-                      second_entries = base + offsetof(FlatShared, maps.entries.second);
+                      second_levels = own_bank + offsetof(FlatShared, maps.second_level);
   const std::uint32_t taken = base + offsetof(FlatShared, taken);
   const std::uint32_t quads = pairs + static_cast<std::uint32_t>(lane) * 8;
   constexpr std::uint32_t kFirst = offsetof(NextChunk, first), kSecond = offsetof(NextChunk, second),
@@ -772,6 +774,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     return place;
   };
   const Deal deal(cut.total_chunks);
+  fill_levels(shared.maps);
+  await_predecessors();
   const auto take_chunk = [&] {
     std::uint32_t chunk = kNoChunk;
     if (lane == 0) {
@@ -789,13 +793,15 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
   NextChunk& own = shared.next[threadIdx.x / kWarp];
   own.gradient[lane] = own.first[lane] = own.second[lane] = make_uint2(0, 0);
   own.low[lane] = own.high[lane] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < kWarp)
+  if (threadIdx.x < kWarp) {
     shared.in_tail[threadIdx.x] = cut.place_in_tail(threadIdx.x, operands.gradient.block_shift);
+    shared.entries[threadIdx.x] = base + offsetof(FlatShared, maps.entries);
+  }
   if (threadIdx.x == 0) shared.taken = 0;
   __syncthreads();
   std::uint32_t chunk = take_chunk();
   if (chunk != kNoChunk) next_place = start(chunk);
-  fill_maps(shared.maps);
+  fill_entries(shared.maps);
   __syncthreads();
   while (chunk != kNoChunk) {
     const MomentCut::Place place = next_place;
@@ -896,8 +902,11 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
       // stored_scale_fp32 of numbers that are not negative and in range.
       new_first_scale = first_absmax < kSmallestScale ? 0.0f : first_absmax;
       new_second_scale = second_absmax < kSmallestScale ? 0.0f : second_absmax;
-      first = encode_first(first_entries, m, binned_reciprocal(new_first_scale));
-      second = encode_second(second_entries, v, binned_reciprocal(new_second_scale));
+      const std::uint32_t entries = load_shared(own_bank + offsetof(FlatShared, entries));
+      first =
+          encode_first(entries + offsetof(EncodeTables, first), m, binned_reciprocal(new_first_scale));
+      second = encode_second(entries + offsetof(EncodeTables, second), v,
+                             binned_reciprocal(new_second_scale));
     } else {
       const int lanes = packed ? 1 << cut.tail_shift : kWarp;  // of a block
       first = encode_moments<Code::kDynamic8>(m, lanes, new_first_scale);
