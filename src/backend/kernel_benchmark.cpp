@@ -16,6 +16,7 @@ constexpr std::int64_t kMaxRounds = 64;
 constexpr std::int64_t kDrawnElements = std::int64_t{1} << 22;
 constexpr double kEpsilon = 1e-5;
 constexpr int kCountedCapability = 90;  // the GPUs whose instructions instruction_counts.h counts
+constexpr std::size_t kRanks = 8;       // whose pieces of a gradient an update adds
 
 /// One set of operands of an operation, and the operation on it.
 struct Case {
@@ -43,7 +44,8 @@ class KernelBenchmark {
   }
 
   std::vector<KernelTime> run() {
-    copy();
+    copy_ = {copy_case()};
+    measure("copy", matrix(sizes_.tokens, 2 * sizes_.feed_forward) + " bf16", copy_);
     residual_norm_forward();
     norm_forward_saved();
     norm_backward_saved();
@@ -53,6 +55,7 @@ class KernelBenchmark {
     dequantize();
     accumulate();
     adamw_update();
+    adamw_update_pieces();
     sums_of_squares();
     rope();
     embedding_forward();
@@ -110,46 +113,65 @@ class KernelBenchmark {
   // --- measuring ---
 
   void measure(const std::string& name, const std::string& operands, const std::function<Case()>& make) {
-    if (!only_.empty() && name != only_ && name != "copy") return;
+    if (!only_.empty() && name != only_) return;
     const Arena::Scope scope(memory_);
     std::vector<Case> sets{make()};
     const std::int64_t bytes = sets[0].bytes;
     const std::int64_t wanted =
         std::clamp<std::int64_t>((kRotationBytes + bytes - 1) / bytes, 1, kMaxSets);
     while (static_cast<std::int64_t>(sets.size()) < wanted) sets.push_back(make());
-    const auto seconds_of = [&](std::int64_t rounds) {
-      const double seconds = backend_.time(context_, [&] {
-        for (std::int64_t round = 0; round < rounds; ++round) {
-          for (const Case& set : sets) set.run();
-        }
-      });
-      return seconds / static_cast<double>(rounds * wanted);
-    };
-    double seconds = 0, clock = 0;
+    measure(name, operands, sets);
+  }
+
+  /// Of one call, over `rounds` of each of the sets.
+  double seconds_of(const std::vector<Case>& sets, std::int64_t rounds) {
+    const double seconds = backend_.time(context_, [&] {
+      for (std::int64_t round = 0; round < rounds; ++round) {
+        for (const Case& set : sets) set.run();
+      }
+    });
+    return seconds / static_cast<double>(rounds * static_cast<std::int64_t>(sets.size()));
+  }
+  /// How many take kTimedSeconds.
+  std::int64_t rounds_of(const std::vector<Case>& sets) {
+    const double once = std::max(seconds_of(sets, 1), 1e-7) * static_cast<double>(sets.size());
+    return std::clamp<std::int64_t>(std::llround(kTimedSeconds / once), 1, kMaxRounds);
+  }
+  static double median(std::vector<double> values) {
+    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+    std::nth_element(values.begin(), middle, values.end());
+    return *middle;
+  }
+
+  void measure(const std::string& name, const std::string& operands, const std::vector<Case>& sets) {
+    const std::int64_t bytes = sets[0].bytes;
+    KernelTime time{name, operands, bytes, static_cast<std::int64_t>(sets.size()), 0, 0, {}, 0};
     if (context_.workspace.is_measuring()) {
-      seconds_of(1);  // takes the workspace
+      seconds_of(sets, 1);  // takes the workspace
     } else {
       const bool profiled = meter_ != nullptr && name == only_;
       if (profiled) {
-        seconds_of(1);  // what is done once a process is not profiled
+        seconds_of(sets, 1);  // what is done once a process is not profiled
         meter_->begin_profile();
       }
-      seconds_of(1);
+      seconds_of(sets, 1);
       if (profiled) meter_->end_profile();
-      const double once = std::max(seconds_of(1), 1e-7) * static_cast<double>(wanted);
-      const std::int64_t rounds =
-          std::clamp<std::int64_t>(std::llround(kTimedSeconds / once), 1, kMaxRounds);
-      std::vector<double> timings;
-      timings.reserve(static_cast<std::size_t>(repeats_));
-      if (meter_ != nullptr) meter_->start(context_.stream);
-      for (int i = 0; i < repeats_; ++i) timings.push_back(seconds_of(rounds));
-      if (meter_ != nullptr) clock = meter_->stop(context_.stream);
-      std::nth_element(timings.begin(), timings.begin() + repeats_ / 2, timings.end());
-      seconds = timings[static_cast<std::size_t>(repeats_ / 2)];
+      const std::int64_t rounds = rounds_of(sets), copy_rounds = rounds_of(copy_);
+      const bool is_copy = &sets == &copy_;  // its own ceiling
+      std::vector<double> timings, clocks, copy_timings;
+      for (int i = 0; i < repeats_; ++i) {
+        if (!is_copy) copy_timings.push_back(seconds_of(copy_, copy_rounds));
+        if (meter_ != nullptr) meter_->start(context_.stream);
+        timings.push_back(seconds_of(sets, rounds));
+        if (meter_ != nullptr) clocks.push_back(meter_->stop(context_.stream));
+      }
+      time.seconds = median(timings);
+      time.copy_bytes_per_second =
+          static_cast<double>(copy_[0].bytes) / (is_copy ? time.seconds : median(copy_timings));
+      if (meter_ != nullptr) time.clock = median(clocks);
     }
-    KernelTime time{name, operands, bytes, wanted, seconds, clock, {}};
-    if (clock > 0 && meter_->capability() == kCountedCapability) {
-      time.instructions = instruction_bound(name, bytes, meter_->multiprocessors(), clock);
+    if (time.clock > 0 && meter_->capability() == kCountedCapability) {
+      time.instructions = instruction_bound(name, bytes, meter_->multiprocessors(), time.clock);
     }
     times_.push_back(std::move(time));
   }
@@ -158,12 +180,10 @@ class KernelBenchmark {
     return fmt::format("[{}, {}]", rows, width);
   }
 
-  void copy() {
-    const std::int64_t rows = sizes_.tokens, width = 2 * sizes_.feed_forward;
-    measure("copy", matrix(rows, width) + " bf16", [&] {
-      const Tensor source = random(kBf16, rows, width), destination = empty(kBf16, source.shape);
-      return Case{2 * bytes_of(source), [=, this] { backend_.copy(context_, source, destination); }};
-    });
+  Case copy_case() {
+    const Tensor source = random(kBf16, sizes_.tokens, 2 * sizes_.feed_forward),
+                 destination = empty(kBf16, source.shape);
+    return {2 * bytes_of(source), [=, this] { backend_.copy(context_, source, destination); }};
   }
 
   void residual_norm_forward() {
@@ -268,30 +288,59 @@ class KernelBenchmark {
     });
   }
 
-  void adamw_update() {
+  static constexpr QuantFormat kFirstMoment{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest},
+      kSecondMoment{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
+  static constexpr AdamwStep kStep{
+      .master = MasterKind::kRemainder, .learning_rate = 1e-5, .weight_decay = .1, .step = 100};
+
+  /// Of the parameter; the gradient is the caller's.
+  AdamwTensors adamw_tensors() {
     const BlockGrid grid = sizes_.parameter();
     const std::int64_t rows = grid.rows, width = grid.row_length, segments = grid.segments;
-    const QuantFormat first{Code::kDynamic8, 256, ScaleType::kFp32, Rounding::kNearest},
-        second{Code::kDynamic8Unsigned, 256, ScaleType::kFp32, Rounding::kNearest};
-    measure(
-        "adamw_update",
-        matrix(rows, width) + " bf16 + remainder, gradient " + gradient_.to_string() + ", moments " +
-            first.to_string(),
-        [&] {
-          AdamwTensors tensors;
-          tensors.weight = random(kBf16, rows, width);
-          tensors.master = empty(ElementType::kInt16, tensors.weight.shape);
-          backend_.zero(context_, tensors.master.data, tensors.master.bytes());
-          tensors.gradient = random(gradient_, rows, width, segments);
-          tensors.first_moment = random(first, rows, width, segments);
-          tensors.second_moment = random(second, rows, width, segments);
-          const AdamwStep step{
-              .master = MasterKind::kRemainder, .learning_rate = 1e-5, .weight_decay = .1, .step = 100};
-          return Case{2 * (bytes_of(tensors.weight) + bytes_of(tensors.master) +
-                           bytes_of(tensors.first_moment) + bytes_of(tensors.second_moment)) +
-                          bytes_of(tensors.gradient),
-                      [=, this] { backend_.adamw_update(context_, tensors, step, {}); }};
-        });
+    AdamwTensors tensors;
+    tensors.weight = random(kBf16, rows, width);
+    tensors.master = empty(ElementType::kInt16, tensors.weight.shape);
+    backend_.zero(context_, tensors.master.data, tensors.master.bytes());
+    tensors.first_moment = random(kFirstMoment, rows, width, segments);
+    tensors.second_moment = random(kSecondMoment, rows, width, segments);
+    return tensors;
+  }
+  static std::int64_t bytes_of_update(const AdamwTensors& tensors) {
+    return 2 * (bytes_of(tensors.weight) + bytes_of(tensors.master) + bytes_of(tensors.first_moment) +
+                bytes_of(tensors.second_moment));
+  }
+
+  void adamw_update() {
+    const BlockGrid grid = sizes_.parameter();
+    measure("adamw_update",
+            matrix(grid.rows, grid.row_length) + " bf16 + remainder, gradient " + gradient_.to_string() +
+                ", moments " + kFirstMoment.to_string(),
+            [&] {
+              AdamwTensors tensors = adamw_tensors();
+              tensors.gradient = random(gradient_, grid.rows, grid.row_length, grid.segments);
+              return Case{bytes_of_update(tensors) + bytes_of(tensors.gradient),
+                          [=, this] { backend_.adamw_update(context_, tensors, kStep, {}); }};
+            });
+  }
+
+  void adamw_update_pieces() {
+    const BlockGrid grid = sizes_.parameter();
+    measure("adamw_update_pieces",
+            matrix(grid.rows, grid.row_length) +
+                fmt::format(" bf16 + remainder, gradient of {} ranks ", kRanks) + gradient_.to_string() +
+                ", moments " + kFirstMoment.to_string(),
+            [&] {
+              const AdamwTensors tensors = adamw_tensors();
+              std::vector<QuantTensor> pieces;
+              std::int64_t bytes = bytes_of_update(tensors);
+              for (std::size_t rank = 0; rank < kRanks; ++rank) {
+                pieces.push_back(random(gradient_, grid.rows, grid.row_length, grid.segments));
+                bytes += bytes_of(pieces.back());
+              }
+              return Case{bytes, [=, this] {
+                            backend_.adamw_update_pieces(context_, pieces, tensors, kStep, {});
+                          }};
+            });
   }
 
   void sums_of_squares() {
@@ -386,14 +435,15 @@ class KernelBenchmark {
   const std::string only_;
   const QuantFormat activation_ = parse_format("agoq"), gradient_ = parse_format("e4m3/128/fp32");
   Tensor drawn_;  // fp32, flat: the random numbers that operands are made of
+  std::vector<Case> copy_;
   std::uint32_t draws_ = 0;
   std::vector<KernelTime> times_;
 };
 
 }  // namespace
 
-double bound_seconds(const KernelTime& kernel, const KernelTime& copy) {
-  const double copying = static_cast<double>(kernel.bytes) / copy.bytes_per_second();
+double bound_seconds(const KernelTime& kernel) {
+  const double copying = static_cast<double>(kernel.bytes) / kernel.copy_bytes_per_second;
   return kernel.instructions ? std::max(copying, kernel.instructions->seconds) : copying;
 }
 

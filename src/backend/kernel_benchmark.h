@@ -5,6 +5,9 @@
 // read and once per write, computed from their sizes: traffic beyond that counts against the operation.
 // Operands are random (zeros draw less power and run faster) and rotate among sets larger together than
 // any cache.
+//
+// A GPU at its power limit, or warm, runs slower, the copy too. So the copy that an operation is held
+// against is timed in turn with it, and what ran before either has the same part in both.
 #pragma once
 
 #include <algorithm>
@@ -52,18 +55,20 @@ struct KernelTime {
   double seconds = 0;
   double clock = 0;  // cycles per second of a multiprocessor meanwhile; 0 where it is not known
   std::optional<InstructionBound> instructions;  // at that clock
+  double copy_bytes_per_second = 0;              // of the plain copy, timed in turn with the operation
 
   double bytes_per_second() const { return static_cast<double>(bytes) / seconds; }
 };
 
-/// The time below which an operation cannot be: that of its bytes at the speed of `copy`, or that of its
-/// instructions if it is longer.
-double bound_seconds(const KernelTime& kernel, const KernelTime& copy);
+/// The time below which an operation cannot be: that of its bytes at the speed of the copy, or that of
+/// its instructions if it is longer.
+double bound_seconds(const KernelTime& kernel);
 
 /// Times of all operations; the first is the plain copy. Each is the median of `repeats` timings after a
-/// warm-up. Memory is taken from the backend's allocator, as much as the largest operation needs.
-/// meter: of the backend's GPU, or null. `only`: the name of an operation, measured alone beside the
-/// copy; a profiler sees one call of each set of its operands.
+/// warm-up, up to 20 ms long, between each two of which the copy is timed for as long; the copy's
+/// speed is its median there. Memory is taken from the backend's allocator, as much as the largest
+/// operation needs beside the copy. meter: of the backend's GPU, or null. `only`: the name of an
+/// operation, measured alone beside the copy; a profiler sees one call of each set of its operands.
 std::vector<KernelTime> measure_kernels(Backend& backend, const KernelSizes& sizes, int repeats = 9,
                                         InstructionMeter* meter = nullptr, const std::string& only = "");
 
