@@ -639,6 +639,14 @@ TEST_F(TinyRuns, ClosedStreamsFailTheRunAndSpoilNoFile) {
   EXPECT_EQ(status_of("train /nowhere.toml", " >&- 2>&-"), 2);
 }
 
+// The shell's limit, in blocks of 512 bytes: the configuration fits, a checkpoint does not.
+TEST_F(TinyRuns, SaysWhenAFileGrowsBeyondWhatIsAllowed) {
+  const Outcome outcome = run(train("--json"), "ulimit -f 16; ");
+  EXPECT_EQ(outcome.status, 1);
+  EXPECT_NE(outcome.error.find("File too large"), std::string::npos) << outcome.error;
+  EXPECT_EQ(outcome.error.find("agoq: "), outcome.error.rfind("agoq: ")) << outcome.error;
+}
+
 TEST(Program, FailsWhenItsOutputCannotBeWritten) {
   const std::string command = std::string(AGOQ_PROGRAM) + " info >/dev/full 2>/dev/null";
   const int result = std::system(command.c_str());

@@ -25,8 +25,10 @@ struct TrainArguments {
 
 void train(const TrainArguments& arguments, ProcessRanks& ranks) {
   // `agoq train run.toml | head`: to the run a reader who left is an error of writing, after which it
-  // saves a checkpoint; the signal would end it at once.
+  // saves a checkpoint, and so is a file that grows beyond what is allowed; the signals would end it at
+  // once.
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
   RunConfig config;
   ranks.together([&] {
     check_input(!(arguments.resume && arguments.overwrite),
