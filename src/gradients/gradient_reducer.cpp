@@ -274,22 +274,25 @@ double GradientReducer::norm(const Context& context, double scale) const {
   std::vector<OfParameter> all(count * ranks);
   ranks_.gather(mine.data(), all.data(), count * sizeof(OfParameter));
 
-  // A quantised format stores NaN as zero and Inf as its largest value: there only the counter tells.
-  // From the last parameter, whose gradient backward computes first: those before it may have it from
-  // there.
+  // A quantised format stores NaN as zero and Inf as its largest value: there only the counter tells,
+  // and it is that of the rank which added them. An exact format keeps them, also in the sum over the
+  // ranks, where the rank that answers for their rows finds and counts them: it need not be the one that
+  // they come from, so none is named. From the last parameter, whose gradient backward computes first:
+  // those before it may have it from there.
   for (std::size_t p = count; p-- > 0;) {
+    const bool is_sum = !is_alone() && gradients_.gradient(p).format.is_exact();
     for (std::size_t r = 0; r < ranks; ++r) {
-      const std::string where = is_alone() ? "" : fmt::format(" on rank {}", r);
       const OfParameter& of = all[r * count + p];
+      const std::string where = is_alone() ? "" : fmt::format(" on rank {}", r);
       check_finite(
-          of.non_finite == 0,
+          is_sum || of.non_finite == 0,
           "the gradient of '{}' must be finite, but {} NaN or Inf elements were added to it{}: look "
           "for the overflow in that layer's activations, or lower the learning rate",
           parameters()[p].name, of.non_finite, where);
       check_finite(std::isfinite(of.sum),
                    "the gradient of '{}' must be finite, but its sum of squares is {}{}: look for the "
                    "overflow in that layer's activations, or lower the learning rate",
-                   parameters()[p].name, of.sum, where);
+                   parameters()[p].name, of.sum, is_sum ? " in the sum over all ranks" : where);
     }
   }
   double total = 0.0;

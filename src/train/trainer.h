@@ -89,6 +89,7 @@ class Trainer {
   /// With all its weights: those of the last update may still have been on their way to this rank.
   const Transformer& model();
   const MainGradients& gradients() const { return gradients_; }
+  const GradientReducer& reducer() const { return reducer_; }
   Communicator& ranks() const { return ranks_; }
   const AdamW& optimizer() const { return optimizer_; }
   AdamW& optimizer() { return optimizer_; }

@@ -96,22 +96,29 @@ TEST(DataParallel, WeightsThatDriftApartAreNamed) {
 TEST(DataParallel, RanksHaveTheSameWeightsAfterASteadyRun) { after_steps(agoq_config(), steps()); }
 
 // Neither the buckets nor when they leave may change a bit: every block is summed by itself, and
-// stochastic rounding of the sum is keyed by the step, not by the micro-batch under way.
+// stochastic rounding of the sum is keyed by the step, not by the micro-batch under way. A sharded
+// optimizer finds the pieces in the same places; it rounds no sum.
 TEST(DataParallel, BucketsAndOverlapChangeNoBit) {
-  for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic}) {
+  QuantFormat stochastic = kE4m3;
+  stochastic.rounding = Rounding::kStochastic;
+  const QuantFormat fp32 = exact_format(ElementType::kFp32);
+  for (const auto& [format, sharded] :
+       {std::pair{kE4m3, false}, {stochastic, false}, {fp32, false}, {kE4m3, true}, {fp32, true}}) {
+    SCOPED_TRACE(
+        fmt::format("{} gradients, {}", format.to_string(), sharded ? "sharded" : "replicated"));
     RunConfig config = agoq_config();
-    config.gradients.format.rounding = rounding;
+    config.gradients.format = format;
+    config.parallel.reduction.sharded = sharded;
     const std::string expected = after_steps(config);
     // An exchange through NCCL costs as much as many elements: a few buckets have to do.
     const bool many = rank_device() == BackendKind::kCpu;
-    for (const std::int64_t elements : {std::int64_t{many ? 300 : 20'000},
-                                        std::int64_t{many ? 5000 : 50'000}, std::int64_t{1} << 40}) {
+    for (const std::int64_t elements : {std::int64_t{1} << 40, std::int64_t{many ? 300 : 20'000},
+                                        std::int64_t{many ? 5000 : 50'000}}) {
       config.parallel.reduction.bucket_elements = elements;
       EXPECT_TRUE(after_steps(config) == expected) << elements << " elements in a bucket";
     }
     config.parallel.reduction.overlap = false;
-    EXPECT_TRUE(after_steps(config) == expected)
-        << "without overlap, " << config.gradients.format.to_string();
+    EXPECT_TRUE(after_steps(config) == expected) << "without overlap, in several buckets";
   }
 }
 
@@ -146,10 +153,19 @@ std::vector<float> decoded(const QuantTensor& tensor) {
   return floats_of(out);
 }
 
-double norm_of(const std::vector<float>& x) {
+double square_of(const std::vector<float>& x) {
   double sum = 0;
   for (const float value : x) sum += static_cast<double>(value) * value;
-  return std::sqrt(sum);
+  return sum;
+}
+
+/// Sums over the ranks of every one of `values`, which each rank has its own of.
+std::vector<double> sums_over_ranks(const std::vector<double>& values) {
+  std::vector<double> all(values.size() * static_cast<std::size_t>(ranks().size()));
+  ranks().gather(values.data(), all.data(), values.size() * sizeof(double));
+  std::vector<double> sums(values.size());
+  for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
+  return sums;
 }
 
 // The bound, from the format: rounding to E4M3 is off by at most 2^-4 of the value (half a step of three
@@ -157,43 +173,63 @@ double norm_of(const std::vector<float>& x) {
 // micro-batch rounds the sum so far once, and the sum over the ranks is rounded once more. Errors of
 // different roundings are taken as independent, so their squares add; 2^-4 / sqrt(3) is the root mean
 // square of one that is spread evenly up to 2^-4.
+//
+// The sharded optimizer reads the FP32 sum of the decoded pieces of its rank's rows, which is not
+// requantised: every rank's roundings of its own micro-batches are the same, and the one of the sum is
+// left out. The error of a parameter is that of all ranks' rows together.
 TEST(DataParallel, EightBitGradientsStayWithinTheFormatsBound) {
   constexpr double kRoundingRms = 0.0625 / 1.7320508075688772;
   RunConfig exact = fp32_config();
   RunConfig eight_bit = exact;
   eight_bit.gradients.format = kE4m3;
-  RankRun reference(exact), reduced(eight_bit, ranks());
+  RunConfig eight_bit_shards = eight_bit;
+  eight_bit_shards.parallel.reduction.sharded = true;
+  ASSERT_FALSE(eight_bit_shards.parallel.reduction.requantise_shards);
+  RankRun reference(exact), reduced(eight_bit, ranks()), sharded(eight_bit_shards, ranks());
   reference.accumulate();
-  reduced.accumulate();
-  reduced.trainer.finish_step();
+  for (RankRun* run : {&reduced, &sharded}) run->step();
 
   // The FP32 sums that are rounded: this rank's after each of its micro-batches, then all ranks'.
   const std::size_t count = reference.trainer.model().parameters().size();
-  std::vector<double> squares(count);
+  std::vector<double> own_squares(count);
   RankRun own(exact);
   own.trainer.begin_step();
   for (std::int64_t i = 0; i < reduced.trainer.own_micro_batches(); ++i) {
     own.trainer.micro_batch(ragged_batch(reduced.trainer.micro_batch_number(i), exact.run.sequence));
     for (std::size_t p = 0; p < count; ++p) {
-      const double sum = norm_of(decoded(own.trainer.gradients().gradient(p)));
-      squares[p] += sum * sum;
+      own_squares[p] += square_of(decoded(own.trainer.gradients().gradient(p)));
     }
   }
-  std::vector<double> all(count * static_cast<std::size_t>(ranks().size()));
-  ranks().gather(squares.data(), all.data(), count * sizeof(double));
+  const std::vector<double> squares = sums_over_ranks(own_squares);
+  std::vector<double> shard_errors(count);
+  for (std::size_t p = 0; p < count; ++p) {
+    const QuantTensor& gradient = reference.trainer.gradients().gradient(p);
+    const std::vector<float> expected = decoded(gradient);
+    const OwnRows rows = own_rows(gradient.rows(), ranks().size(), ranks().rank());
+    std::vector<float> error(expected.begin() + rows.first * gradient.width(),
+                             expected.begin() + rows.last * gradient.width());
+    for (const QuantTensor& piece : sharded.trainer.reducer().pieces(p)) {
+      if (error.empty()) continue;
+      const std::vector<float> addend = decoded(piece);
+      ASSERT_EQ(addend.size(), error.size());
+      for (std::size_t i = 0; i < error.size(); ++i) error[i] -= addend[i];
+    }
+    shard_errors[p] = square_of(error);
+  }
+  shard_errors = sums_over_ranks(shard_errors);
   for (std::size_t p = 0; p < count; ++p) {
     const Parameter& parameter = reference.trainer.model().parameters()[p];
     if (parameter.is_vector()) continue;
+    std::vector<float> error = decoded(reduced.trainer.gradients().gradient(p));
     const std::vector<float> expected = decoded(reference.trainer.gradients().gradient(p));
-    const std::vector<float> sum = decoded(reduced.trainer.gradients().gradient(p));
-    double roundings = norm_of(expected) * norm_of(expected);
-    for (std::size_t r = 0; r < static_cast<std::size_t>(ranks().size()); ++r)
-      roundings += all[r * count + p];
-    std::vector<float> error(sum.size());
-    for (std::size_t i = 0; i < sum.size(); ++i) error[i] = sum[i] - expected[i];
-    const double bound = kRoundingRms * std::sqrt(roundings);
-    EXPECT_LT(norm_of(error), bound) << parameter.name;
-    EXPECT_GT(norm_of(error), 0.1 * bound) << parameter.name << ": nothing was rounded?";
+    for (std::size_t i = 0; i < error.size(); ++i) error[i] -= expected[i];
+    const double bound = kRoundingRms * std::sqrt(squares[p] + square_of(expected));
+    EXPECT_LT(std::sqrt(square_of(error)), bound) << parameter.name;
+    EXPECT_GT(std::sqrt(square_of(error)), 0.1 * bound) << parameter.name << ": nothing was rounded?";
+    const double of_shards = kRoundingRms * std::sqrt(squares[p]);
+    EXPECT_LT(std::sqrt(shard_errors[p]), of_shards) << parameter.name << ", sharded";
+    EXPECT_GT(std::sqrt(shard_errors[p]), 0.1 * of_shards)
+        << parameter.name << ", sharded: nothing was rounded?";
   }
 }
 
@@ -259,27 +295,41 @@ TEST(DataParallel, TheNaiveSumSaturatesAndLosesSmallGradients) {
   expect_same_on_all_ranks(bytes_of(sum.codes, 16 * 256));
 }
 
+// With a quantised format the rank that added it counted it; an exact one shows it in the sum, which
+// does not tell whose it was.
 TEST(DataParallel, NotANumberOnOneRankIsCountedAndNamedOnAll) {
-  const int poisoned = ranks().size() - 1;
+  const bool is_alone = ranks().size() == 1;
   for (const QuantFormat& format : {kE4m3, exact_format(ElementType::kFp32)}) {
     for (const bool sharded : {false, true}) {
-      Gradients of(format, ranks(), {.sharded = sharded});
-      std::vector<float> values(16 * 256, 1.0f);
-      if (ranks().rank() == poisoned) values[1000] = std::numeric_limits<float>::quiet_NaN();
-      of.add(values);
-      of.reducer.finish(rank_context());
-      std::string text;
-      try {
-        of.reducer.norm(rank_context(), 1.0);
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kNotFinite);
-        text = error.what();
+      // Also one that does not answer for the row of these elements.
+      for (int poisoned = 0; poisoned < ranks().size(); ++poisoned) {
+        SCOPED_TRACE(fmt::format("{}, sharded {}, rank {}", format.to_string(), sharded, poisoned));
+        Gradients of(format, ranks(), {.sharded = sharded});
+        std::vector<float> values(16 * 256, 1.0f);
+        if (ranks().rank() == poisoned) {
+          for (const std::size_t i : {1000u, 1001u, 1100u}) {
+            values[i] = std::numeric_limits<float>::quiet_NaN();
+          }
+        }
+        of.add(values);
+        of.reducer.finish(rank_context());
+        std::string text;
+        try {
+          of.reducer.norm(rank_context(), 1.0);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::kNotFinite);
+          text = error.what();
+        }
+        const std::string found =
+            is_alone ? "3 NaN or Inf elements were added to it"
+            : format.is_exact()
+                ? "its sum of squares is nan in the sum over all ranks"
+                : fmt::format("3 NaN or Inf elements were added to it on rank {}", poisoned);
+        EXPECT_EQ(text.find("the gradient of 'layers.0.down' must be finite, but " + found + ": look "),
+                  0u)
+            << text;
+        expect_same_on_all_ranks(text);
       }
-      EXPECT_NE(text.find("'layers.0.down'"), std::string::npos) << text;
-      if (ranks().size() > 1) {
-        EXPECT_NE(text.find(" on rank "), std::string::npos) << text;
-      }
-      expect_same_on_all_ranks(text);
     }
   }
 }
