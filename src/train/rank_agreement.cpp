@@ -110,7 +110,9 @@ void expect_agreement(Communicator& ranks, const std::vector<RankFact>& facts,
   if (equal) return;
   const std::vector<std::string> found = differences(facts, of_ranks);
   std::string more;
-  if (found.size() > 1) more = fmt::format(", and {} more differences", found.size() - 1);
+  if (found.size() > 1) {
+    more = fmt::format(", and {} more difference{}", found.size() - 1, found.size() == 2 ? "" : "s");
+  }
   fail_on_all(
       ranks, fmt::format("the ranks do not agree: {}{}; {}",
                          found.empty() ? "some know settings that rank 0 does not" : found.front(), more,

@@ -61,7 +61,12 @@ TEST(RankAgreement, NamesTheSettingBothValuesAndTheRanks) {
                    config.optimizer.beta2 = 0.5;
                    config.gradients.format = exact_format(ElementType::kFp32);
                  }),
-                 "and 2 more differences");
+                 ", and 2 more differences;");
+  expect_refused(with([](RunConfig& config) {
+                   config.data.seed = 9;
+                   config.optimizer.beta2 = 0.5;
+                 }),
+                 ", and 1 more difference;");
 }
 
 TEST(RankAgreement, ComparesHowTheRunStarts) {
