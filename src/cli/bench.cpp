@@ -203,6 +203,8 @@ void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
                 "--warmup is from 0 to {}; {} was given", kMostSteps, arguments.warmup);
     config = load_run_config(arguments.what[1], arguments.settings);
     ranks.set_timeout(config.parallel.timeout_seconds);
+    ranks.set_command("bench step", {{"--steps", fmt::to_string(arguments.steps)},
+                                     {"--warmup", fmt::to_string(arguments.warmup)}});
   });
   StepBenchmarkOptions options;
   options.steps = static_cast<int>(arguments.steps);
@@ -315,6 +317,13 @@ void bench_comm(const BenchArguments& arguments, ProcessRanks& ranks) {
     }
     for (const std::int64_t elements : sizes) expect_measurable(elements, ranks.size());
     ranks.set_timeout(arguments.timeout);
+    ranks.set_command("bench comm",
+                      {{"--elements", fmt::to_string(arguments.elements)},
+                       {"--bucket", fmt::to_string(arguments.bucket)},
+                       {"--repetitions", fmt::to_string(arguments.repetitions)},
+                       {"--nccl-max-ctas", fmt::to_string(arguments.nccl_max_ctas)},
+                       {"--no-peer-copies", arguments.no_peer_copies ? "given" : "not given"},
+                       {"--timeout", fmt::to_string(arguments.timeout)}});
   });
   Backend& backend = ranks.join(device,
                                 {.rendezvous_directory = arguments.rendezvous,

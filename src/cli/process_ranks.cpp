@@ -79,6 +79,8 @@ Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std
   // one kind of device: ranks with another would wait for it.
   expect_agreement(*hosts_, {{"the command", command_},
                              {"the device", device == BackendKind::kCpu ? "cpu" : "cuda"}});
+  // By themselves: another command has other ones.
+  expect_agreement(*hosts_, options_, "start all of them with the same options");
   if (threads > 0) {
     omp_set_num_threads(static_cast<int>(threads));
   } else if (launch_.local_size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {

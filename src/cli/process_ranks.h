@@ -6,12 +6,15 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "backend/backend.h"
 #include "comm/communicator.h"
 #include "comm/launch.h"
 #include "comm/rank_watch.h"
 #include "core/error.h"
+#include "train/rank_agreement.h"
 #include "train/run_config.h"
 
 namespace agoq {
@@ -32,8 +35,12 @@ class ProcessRanks {
   /// says so on stderr; `what` is the command.
   bool works_alone(const std::string& what) const;
 
-  /// The command that this process runs, which has to be that of all of them.
-  void set_command(const std::string& command) { command_ = command; }
+  /// The command that this process runs, which has to be that of all of them, and those of its options
+  /// that have to be the same on all and are no settings of a run (facts_of_run() compares these).
+  void set_command(const std::string& command, std::vector<RankFact> options = {}) {
+    command_ = command;
+    options_ = std::move(options);
+  }
   /// How long the first together() waits for a rank that does not come, if it is longer than what ranks
   /// on a busy machine need to start.
   void set_timeout(double seconds);
@@ -44,8 +51,8 @@ class ProcessRanks {
 
   /// Takes the rank's device, the same kind on all, and its share of the machine's processors
   /// (`threads`, unless 0), and makes the ranks' communicator. Collective, behind a together(). Throws
-  /// Error (kInput) where the ranks run different commands or were told of different devices, or this
-  /// one has none.
+  /// Error (kInput) where the ranks run different commands, or the same one with other devices or
+  /// options, or this one has no such device.
   Backend& join(BackendKind device, const WorldOptions& options, std::int64_t threads);
 
   /// After join().
@@ -62,6 +69,7 @@ class ProcessRanks {
   Launch launch_;
   std::optional<Error> unknown_;  // why launch_ is not known
   std::string command_;
+  std::vector<RankFact> options_;
   double meeting_seconds_;
   std::unique_ptr<Communicator> hosts_;  // from the first together() to join()
   std::unique_ptr<Communicator> ranks_;

@@ -348,7 +348,46 @@ TEST_F(RankFailures, CommandLinesThatDifferAreToldSo) {
     EXPECT_NE(processes.lines().front().find(text), std::string::npos) << processes.error();
   };
   expect_line("train --frob x", "agoq: rank 1: train: ");
-  expect_line("bench comm --timeout 3", "the command is train on rank 0 and bench on rank 1");
+  expect_line("bench comm --timeout 3", "the command is train on rank 0 and bench comm on rank 1");
+  expect_line(std::string("bench step ") + AGOQ_CONFIG,
+              "the command is train on rank 0 and bench step on rank 1");
+}
+
+// Ranks that measure other things would wait for exchanges that do not come, or exchange other sizes.
+TEST_F(RankFailures, MeasurementsThatDifferAreToldSo) {
+  const auto expect_line = [&](const std::string& first, const std::string& second,
+                               const std::string& difference) {
+    RankProcesses processes({{1, first}, {2, second}});
+    EXPECT_EQ(processes.wait(20), 2) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_EQ(processes.lines().front(),
+              "agoq: the ranks do not agree: " + difference + "; start all of them with the same " +
+                  (difference.rfind("--", 0) == 0 ? "options" : "program, configuration and data"));
+    EXPECT_EQ(processes.out(), "");
+  };
+  const std::string comm = "bench comm --elements 16384 --repetitions 1";
+  const auto expect_option = [&](const std::string& bench, const std::string& option,
+                                 const std::string& first, const std::string& second) {
+    expect_line(fmt::format("{} {} {}", bench, option, first),
+                fmt::format("{} {} {}", bench, option, second),
+                fmt::format("{} is {} on rank 0 and {} on ranks 1 and 2", option, first, second));
+  };
+  expect_option("bench comm --repetitions 1", "--elements", "16384", "32768");
+  expect_option("bench comm --elements 16384", "--repetitions", "1", "2");
+  expect_option(comm, "--bucket", "4096", "8192");
+  expect_option(comm, "--timeout", "3", "4.5");
+  expect_option(comm, "--nccl-max-ctas", "0", "8");
+  expect_line(comm, comm + " --no-peer-copies",
+              "--no-peer-copies is not given on rank 0 and given on ranks 1 and 2");
+  expect_line(comm + " --timeout 3", "bench comm --elements 32768 --repetitions 2 --timeout 3",
+              "--elements is 16384 on rank 0 and 32768 on ranks 1 and 2, and 1 more difference");
+  std::string step = arguments("run");
+  step.replace(0, std::string("train").size(), "bench step");
+  expect_option(step, "--steps", "2", "3");
+  expect_option(step, "--warmup", "0", "1");
+  expect_line(comm, step, "the command is bench comm on rank 0 and bench step on ranks 1 and 2");
+  expect_line(step, step + " --set train.micro_batches=7",
+              "train.micro_batches is 6 on rank 0 and 7 on ranks 1 and 2");
 }
 
 TEST_F(RankFailures, RanksOfAnotherVersionAreToldSo) {
