@@ -18,7 +18,12 @@ namespace {
 /// that they do the same.
 std::int64_t steps() { return ranks().size() <= 4 ? 50 : 4; }
 
-// Rank 0 runs alone as well, and tells the others what came.
+// From the same weights come the same losses and norms, whatever the weights' type: the order of FP32
+// and FP64 sums is all that differs.
+constexpr double kSameWeights = 1e-6;
+
+// Rank 0 runs alone as well, and tells the others what came. The tolerances, relative, hold where the
+// weights have come apart in their last bits.
 void expect_equal_steps(const RunConfig& config, double loss_tolerance, double norm_tolerance) {
   std::optional<RankRun> alone;
   if (ranks().rank() == 0) alone.emplace(config);
@@ -26,18 +31,23 @@ void expect_equal_steps(const RunConfig& config, double loss_tolerance, double n
   struct Expected {
     double loss, gradient_norm;
     std::int64_t valid_tokens;
+    bool same_weights;
   };
   for (std::int64_t step = 0; step < steps(); ++step) {
     Expected expected{};
+    const std::string weights = shared.weight_bytes();
     if (alone) {
+      const bool same_weights = alone->weight_bytes() == weights;
       const StepReport report = alone->step();
-      expected = {report.loss, report.gradient_norm, report.valid_tokens};
+      expected = {report.loss, report.gradient_norm, report.valid_tokens, same_weights};
     }
     expected = ranks().gather_values(expected).front();
     const StepReport report = shared.step();
+    const double of_loss = expected.same_weights ? kSameWeights : loss_tolerance;
+    const double of_norm = expected.same_weights ? kSameWeights : norm_tolerance;
     ASSERT_EQ(report.valid_tokens, expected.valid_tokens);
-    ASSERT_NEAR(report.loss, expected.loss, loss_tolerance * expected.loss) << "step " << report.step;
-    ASSERT_NEAR(report.gradient_norm, expected.gradient_norm, norm_tolerance * expected.gradient_norm)
+    ASSERT_NEAR(report.loss, expected.loss, of_loss * expected.loss) << "step " << report.step;
+    ASSERT_NEAR(report.gradient_norm, expected.gradient_norm, of_norm * expected.gradient_norm)
         << "step " << report.step;
   }
 }
@@ -60,10 +70,19 @@ TEST(DataParallel, Bf16WeightsEqualOneRank) {
   RunConfig config = fp32_config();
   config.model.dtype = ElementType::kBf16;
   config.optimizer.master = MasterKind::kRemainder;
-  // A master that differs in its last bit may round to another BF16 weight, and what that does to a loss
-  // is noise, which the mean over some thousand tokens makes small.
+  // As long as the BF16 weights are the same, so are losses and norms, to 1e-6 (kSameWeights): that is
+  // so for the first four steps and more. Then a master, which the order of its gradient's sum has
+  // changed in the last bit, rounds to another BF16 weight, and all that follows from it rounds anew: on
+  // 2, 3 and 4 ranks 1 to 3 of the 125,376 weights differ at first, about 1200 two steps later and
+  // 12,000 in the end. No order of sums gives 1e-6 then: two weights alone move the norm by 4.6e-6.
+  //
+  // A rounding to BF16 is off by at most 2^-9 of the value: done anew to all values of a tensor it moves
+  // the gradient g by some e of |e| <= 2^-9 |g| = 2e-3 |g|, and its norm by at most |e|. Several such
+  // roundings follow each other, but those of many elements are independent and mostly leave the length
+  // as it is. The largest difference measured is 1.7e-4, in step 8 on 2 ranks; asked for is a fourth of
+  // 2^-9. The loss comes apart by 9.0e-6 at most, with so many tokens to a step that its noise is small.
   config.run.sequence = 64;
-  expect_equal_steps(config, 1e-5, 1e-3);
+  expect_equal_steps(config, 1e-5, 5e-4);
 }
 
 TEST(DataParallel, WeightsThatDriftApartAreNamed) {
