@@ -66,6 +66,15 @@ std::vector<std::string> differences(const std::vector<RankFact>& facts,
   throw AgreedError(ErrorKind::kInput, ranks.rank() == 0 ? text : "");
 }
 
+void write_probe(const std::string& directory, const std::string& name) {
+  try {
+    write_durably((std::filesystem::path(directory) / name).string(), "");
+  } catch (const Error& error) {
+    fail_input("run.directory {} cannot be written, and every rank saves its part there: {}", directory,
+               error.what());
+  }
+}
+
 }  // namespace
 
 std::vector<RankFact> facts_of_run(const Communicator& ranks, const RunConfig& config, RunStart start) {
@@ -127,7 +136,7 @@ void expect_shared(Communicator& ranks, const std::string& directory) {
       ranks.gather_texts(fmt::format(".shared-{:08x}{:08x}", random(), random())).front();
   const std::filesystem::path path = std::filesystem::path(directory) / name;
   together(ranks, [&] {
-    if (ranks.rank() == 0) write_durably(path.string(), "");
+    if (ranks.rank() == 0) write_probe(directory, name);
   });
   std::error_code error;
   bool seen = std::filesystem::exists(path, error);
@@ -136,18 +145,28 @@ void expect_shared(Communicator& ranks, const std::string& directory) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     seen = std::filesystem::exists(path, error);
   }
-  const Patience patience(ranks);
-  const std::vector<char> all = ranks.gather_values<char>(seen ? 1 : 0);
+  const std::vector<char> all = [&] {
+    const Patience patience(ranks);
+    return ranks.gather_values<char>(seen ? 1 : 0);
+  }();
   if (ranks.rank() == 0) std::filesystem::remove(path, error);
   std::vector<int> blind;
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r] == 0) blind.push_back(static_cast<int>(r));
   }
-  if (blind.empty()) return;
-  fail_on_all(ranks,
-              fmt::format("run.directory {} is not the same on all ranks: {} cannot see what rank 0 "
-                          "writes there; choose one on a file system that all machines share",
-                          directory, name_ranks(blind)));
+  if (!blind.empty()) {
+    fail_on_all(ranks,
+                fmt::format("run.directory {} is not the same on all ranks: {} cannot see what rank 0 "
+                            "writes there; choose one on a file system that all machines share",
+                            directory, name_ranks(blind)));
+  }
+  // A machine may have mounted it to read only, which the first save would come upon.
+  together(ranks, [&] {
+    if (ranks.rank() == 0) return;
+    const std::string own = fmt::format("{}-{}", name, ranks.rank());
+    write_probe(directory, own);
+    std::filesystem::remove(std::filesystem::path(directory) / own, error);
+  });
 }
 
 }  // namespace agoq

@@ -1,6 +1,8 @@
 #include "train/rank_agreement.h"
 
 #include <gtest/gtest.h>
+#include <sys/fsuid.h>
+#include <unistd.h>
 
 #include <filesystem>
 
@@ -144,6 +146,22 @@ TEST(RankAgreement, FindsADirectoryThatIsNotShared) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path("own")));
   EXPECT_EQ(outcomes(3, [&](Communicator& ranks) { expect_shared(ranks, folder.path("run")); }),
             std::vector<std::string>(3, "agreed"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path("run")));
+}
+
+// Every rank saves its part there: before the first step, not in the first save.
+TEST(RankAgreement, FindsARankThatCannotWriteInTheDirectory) {
+  if (geteuid() != 0) GTEST_SKIP() << "no right to act as another user";
+  const TemporaryFolder folder;
+  std::filesystem::create_directories(folder.path("run"));
+  std::filesystem::permissions(folder.path("."), std::filesystem::perms(0755));
+  const auto found = outcomes(3, [&](Communicator& ranks) {
+    constexpr uid_t kNobody = 65534;
+    if (ranks.rank() == 2) setfsuid(kNobody);  // of this thread alone
+    expect_shared(ranks, folder.path("run"));
+  });
+  expect_refused(found, fmt::format("rank 2: run.directory {} cannot be written", folder.path("run")));
+  EXPECT_NE(found.front().find("Permission denied"), std::string::npos) << found.front();
   EXPECT_TRUE(std::filesystem::is_empty(folder.path("run")));
 }
 
