@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -307,8 +306,9 @@ void bench_comm(const BenchArguments& arguments, ProcessRanks& ranks) {
                 "--repetitions is from 1 to {}; {} was given", kMostSteps, arguments.repetitions);
     check_input(0 <= arguments.nccl_max_ctas && arguments.nccl_max_ctas <= kMostCtas,
                 "--nccl-max-ctas is from 0 to {}; {} was given", kMostCtas, arguments.nccl_max_ctas);
-    check_input(arguments.timeout >= kShortestTimeout && std::isfinite(arguments.timeout),
-                "--timeout is {:g} s or more; {} was given", kShortestTimeout, arguments.timeout);
+    check_input(kShortestTimeout <= arguments.timeout && arguments.timeout <= kLongestTimeout,
+                "--timeout is from {:g} to {:.0f} s; {} was given", kShortestTimeout, kLongestTimeout,
+                arguments.timeout);
     device = device_named(arguments.device);
     if (arguments.elements == 0) {
       sizes.assign(std::begin(kReducedElements), device == BackendKind::kCuda

@@ -51,6 +51,9 @@ void alike_on_a_machine(const Launch& launch, const std::function<void()>& work)
 
 /// Of WorldOptions::timeout_seconds, the least: ranks on a busy machine are not held to be lost.
 inline constexpr double kShortestTimeout = 1;
+/// And the most, 11 days: what waits for a time counts it in nanoseconds, and a run that is lost has to
+/// end.
+inline constexpr double kLongestTimeout = 1e6;
 
 /// Of WorldOptions::nccl_max_ctas: NCCL has at most so many channels.
 inline constexpr int kMostCtas = 64;

@@ -17,7 +17,6 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -861,9 +860,9 @@ class RankWatch::Thread {
 
 RankWatch::RankWatch(Communicator& group, const RankWatchOptions& options)
     : exceptions_(std::uncaught_exceptions()) {
-  check_input(options.timeout_seconds >= kShortestTimeout && std::isfinite(options.timeout_seconds),
-              "{} must be {:g} s or more: ranks give a sign of life ten times in it; it is {}",
-              options.setting, kShortestTimeout, options.timeout_seconds);
+  check_input(kShortestTimeout <= options.timeout_seconds && options.timeout_seconds <= kLongestTimeout,
+              "{} must be from {:g} to {:.0f} s: ranks give a sign of life ten times in it; it is {}",
+              options.setting, kShortestTimeout, kLongestTimeout, options.timeout_seconds);
   if (group.size() > 1) thread_ = std::make_unique<Thread>(group, options);
 }
 

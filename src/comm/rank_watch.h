@@ -35,7 +35,7 @@
 namespace agoq {
 
 struct RankWatchOptions {
-  double timeout_seconds = 60;  // from a failure to the end of all ranks; kShortestTimeout at least
+  double timeout_seconds = 60;  // from a failure to the end of all ranks; kShortest- to kLongestTimeout
   /// What the user is told to do; ends the line.
   std::string advice = "go on from the last checkpoint with --resume";
   std::string setting = "parallel.timeout_seconds";  // where the timeout is set
@@ -44,7 +44,7 @@ struct RankWatchOptions {
 class RankWatch {
  public:
   /// Connects the ranks of `group`, which has to live as long. Collective. Throws Error (kInput) for a
-  /// timeout that is too short, and AgreedError (kFailure, comm/together.h) when a rank cannot reach
+  /// timeout that is too short or too long, and AgreedError (kFailure, comm/together.h) when a rank cannot reach
   /// rank 0 or the deputy, saying which. In a group of one there is nothing to watch: no thread, no
   /// socket.
   RankWatch(Communicator& group, const RankWatchOptions& options);

@@ -416,7 +416,7 @@ std::vector<ConfigKey> make_keys() {
           "GPUs that reach each other's memory exchange by their copy engines; false: by NCCL")),
       may_change(real(
           "parallel", "timeout_seconds", [](C& c) -> auto& { return c.parallel.timeout_seconds; },
-          {kShortestTimeout, kInfinity}, "a rank that does not answer for so long ends the run")),
+          {kShortestTimeout, kLongestTimeout}, "a rank that does not answer for so long ends the run")),
 
       may_change(integer<std::int64_t>(
           "checkpoint", "every", [](C& c) -> auto& { return c.checkpoint.every; }, 0, kLargest,

@@ -379,7 +379,8 @@ TEST_F(RankFailures, BadInputOfAllRanksIsOneLine) {
   expect_line("eval " + folder_.path("absent"), "absent");
   expect_line("bench stop", "'agoq bench stop' was given");
   expect_line("bench comm --elements 5", "--elements is a multiple of 4096");
-  expect_line("bench comm --timeout 0", "--timeout is 1 s or more; 0 was given");
+  expect_line("bench comm --timeout 0", "--timeout is from 1 to 1000000 s; 0 was given");
+  expect_line("bench comm --timeout 1e10", "--timeout is from 1 to 1000000 s; 10000000000 was given");
   expect_line("bench comm --device gpu", "--device is cpu or cuda");
   expect_line(std::string("bench step ") + AGOQ_CONFIG + " --set parallel.ranks=2",
               "parallel.ranks is 2 and 4 ranks were launched: launch 2");
@@ -387,7 +388,9 @@ TEST_F(RankFailures, BadInputOfAllRanksIsOneLine) {
   expect_line(arguments("run", "--set parallel.ranks=1"),
               "agoq: parallel.ranks is 1 and 4 ranks were launched: launch 1");
   expect_line(arguments("run", "--set parallel.timeout_seconds=0.5"),
-              "parallel.timeout_seconds must be a number from 1, not 0.5");
+              "parallel.timeout_seconds must be a number from 1 to 1000000, not 0.5");
+  expect_line(arguments("run", "--set parallel.timeout_seconds=1e300"),
+              "parallel.timeout_seconds must be a number from 1 to 1000000, not 1e+300");
   expect_line("train " + folder_.path("broken.toml"), "broken.toml");
   expect_line("train " + folder_.path("unknown.toml"), "unknown key model.hiden; did you mean hidden?");
   expect_line("train " + folder_.path("absent.toml"), "absent.toml");
