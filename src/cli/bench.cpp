@@ -212,15 +212,16 @@ void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
   StepBenchmark step;
   ranks.watched({.timeout_seconds = config.parallel.timeout_seconds, .advice = kAdvice}, "bench step",
                 [&] { step = benchmark_step(config, backend, ranks.all(), options); });
-  ranks.leave();
-  if (!ranks.leads()) return;
-  config.parallel.ranks = ranks.size();
-  if (const std::string idle = idle_ranks_of(config); !idle.empty()) print_notice(idle);
-  if (arguments.json) {
-    fmt::print("{}\n", step.to_json(config));
-  } else {
-    print_step(step, config);
+  if (ranks.leads()) {
+    config.parallel.ranks = ranks.size();
+    if (const std::string idle = idle_ranks_of(config); !idle.empty()) print_notice(idle);
+    if (arguments.json) {
+      fmt::print("{}\n", step.to_json(config));
+    } else {
+      print_step(step, config);
+    }
   }
+  ranks.leave();
 }
 
 /// The time of `variant` at the size of `of`.

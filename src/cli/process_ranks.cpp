@@ -3,9 +3,11 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 
 #include "cli/build_info.h"
+#include "comm/deadline.h"
 #include "comm/together.h"
 #include "train/progress.h"
 #include "train/rank_agreement.h"
@@ -16,6 +18,9 @@ namespace {
 
 // What ranks on a busy machine need to start.
 constexpr double kShortestMeeting = 10;
+// What drivers and libraries of GPUs may take to start, beyond that.
+constexpr double kDeviceSeconds = 120;
+constexpr const char* kAdvice = "look at what it printed, and start all again";
 
 /// Which agoq this is, for the other ranks.
 std::string program() { return fmt::format("{} {}", build_info().version, build_info().commit); }
@@ -70,23 +75,30 @@ void ProcessRanks::together(const std::function<void()>& work) {
       throw;
     }
   }
-  if (launch_.launcher == Launcher::kMpi) return agoq::together(*hosts_, fail);
+  if (launch_.launcher == Launcher::kMpi) {
+    const Deadline deadline(launch_, meeting_seconds_, "read what they were given", kAdvice);
+    return agoq::together(*hosts_, fail);
+  }
   alike_on_a_machine(launch_, fail);
 }
 
 Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std::int64_t threads) {
   // Ranks that do something else would exchange something else, and one communicator carries the data of
   // one kind of device: ranks with another would wait for it.
-  expect_agreement(*hosts_, {{"the command", command_},
-                             {"the device", device == BackendKind::kCpu ? "cpu" : "cuda"}});
-  // By themselves: another command has other ones.
-  expect_agreement(*hosts_, options_, "start all of them with the same options");
+  {
+    const Deadline deadline(launch_, meeting_seconds_, "say what they do", kAdvice);
+    expect_agreement(*hosts_, {{"the command", command_},
+                               {"the device", device == BackendKind::kCpu ? "cpu" : "cuda"}});
+    // By themselves: another command has other ones.
+    expect_agreement(*hosts_, options_, "start all of them with the same options");
+  }
   if (threads > 0) {
     omp_set_num_threads(static_cast<int>(threads));
   } else if (launch_.local_size > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) {
     // Ranks of one machine share its processors.
     omp_set_num_threads(std::max(1, omp_get_num_procs() / launch_.local_size));
   }
+  const Deadline deadline(launch_, meeting_seconds_ + kDeviceSeconds, "take their devices", kAdvice);
   Backend* backend = nullptr;
   agoq::together(*hosts_, [&] {
     backend = &backend_of(device);
@@ -107,6 +119,9 @@ void ProcessRanks::watched(const RankWatchOptions& options, const std::string& d
 }
 
 void ProcessRanks::leave() {
+  // What the deadline would not.
+  std::fflush(nullptr);
+  const Deadline deadline(launch_, meeting_seconds_, "end", "what was saved and printed is complete");
   ranks_.reset();
   leave_world(launch_);
 }

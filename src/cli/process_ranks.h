@@ -41,8 +41,9 @@ class ProcessRanks {
     command_ = command;
     options_ = std::move(options);
   }
-  /// How long the first together() waits for a rank that does not come, if it is longer than what ranks
-  /// on a busy machine need to start.
+  /// How long together(), join() and leave() wait for a rank that does not come, if it is longer than
+  /// what ranks on a busy machine need to start: then this process ends with a line (comm/deadline.h).
+  /// Devices have two minutes more.
   void set_timeout(double seconds);
   /// Runs `work`, which may refuse what the ranks were given; the first time, meets the others. Where
   /// MPI launched them, it fails on all when it fails on one, with one line (comm/together.h); elsewhere
@@ -62,7 +63,8 @@ class ProcessRanks {
   /// they do.
   void watched(const RankWatchOptions& options, const std::string& doing,
                const std::function<void()>& work);
-  /// At the regular end of the command, instead of the destructor alone: the others are waited for.
+  /// At the regular end of the command, when its output is printed, instead of the destructor alone: the
+  /// others are waited for.
   void leave();
 
  private:

@@ -46,19 +46,19 @@ void train(const TrainArguments& arguments, ProcessRanks& ranks) {
   ProfiledBackend profiled(backend);
   const RunSummary summary =
       run_training(config, arguments.profile ? static_cast<Backend&>(profiled) : backend, options);
+  if (ranks.leads()) {
+    if (arguments.profile) {
+      fmt::print(arguments.json ? stderr : stdout,
+                 "\nThe whole run, each operation timed by itself:\n{}\n",
+                 operation_table(profiled.profile()));
+    }
+    if (arguments.json) {
+      fmt::print("{}", to_json(summary));
+    } else if (!summary.stopped) {
+      fmt::print("{}", summary_table({{config.run.directory, summary}}));
+    }
+  }
   ranks.leave();
-  if (!ranks.leads()) return;
-  if (arguments.profile) {
-    fmt::print(arguments.json ? stderr : stdout,
-               "\nThe whole run, each operation timed by itself:\n{}\n",
-               operation_table(profiled.profile()));
-  }
-  if (arguments.json) {
-    fmt::print("{}", to_json(summary));
-    return;
-  }
-  if (summary.stopped) return;
-  fmt::print("{}", summary_table({{config.run.directory, summary}}));
 }
 
 }  // namespace

@@ -1,17 +1,11 @@
 #include "comm/launch.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <charconv>
-#include <chrono>
-#include <condition_variable>
 #include <cstdlib>
-#include <mutex>
 #include <optional>
-#include <thread>
-#include <utility>
 
+#include "comm/deadline.h"
 #include "comm/greeting.h"
 #include "comm/nccl_id_file.h"
 #include "comm/together.h"
@@ -95,38 +89,6 @@ bool is_started_by(const Variables& of) {
   return rank && !(of.has_batch_scripts && *rank == "0");
 }
 
-/// Ends the process, with one line, when it still lives after `seconds`: for calls that nothing else
-/// gets back from.
-class Deadline {
- public:
-  Deadline(double seconds, std::string line)
-      : thread_([this, seconds, line = std::move(line)] {
-          std::unique_lock lock(mutex_);
-          const bool met = condition_.wait_for(lock, std::chrono::duration<double>(seconds),
-                                               [this] { return is_met_; });
-          if (met) return;
-          const std::string text = "agoq: " + line + "\n";
-          [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
-          ::_exit(1);
-        }) {}
-  ~Deadline() {
-    {
-      const std::lock_guard lock(mutex_);
-      is_met_ = true;
-    }
-    condition_.notify_one();
-    thread_.join();
-  }
-  Deadline(const Deadline&) = delete;
-  Deadline& operator=(const Deadline&) = delete;
-
- private:
-  std::mutex mutex_;
-  std::condition_variable condition_;
-  bool is_met_ = false;
-  std::thread thread_;
-};
-
 /// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
 /// them would train the same.
 std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
@@ -190,15 +152,9 @@ void alike_on_a_machine(const Launch& launch, const std::function<void()>& work)
 
 std::unique_ptr<Communicator> meet(const Launch& launch, const std::string& program, double seconds) {
   if (launch.launcher != Launcher::kMpi) return single_rank();
-  std::unique_ptr<Communicator> ranks;
-  {
-    const Deadline deadline(
-        seconds + turn_seconds(launch.rank),
-        fmt::format("rank {} of {} has waited {:g} s for all others to come, and not all of them have: "
-                    "one has ended before or hangs; look at what it printed, and start all again",
-                    launch.rank, launch.size, seconds));
-    ranks = mpi_world(launch, WorldOptions{}.timeout_seconds);
-  }
+  const Deadline deadline(launch, seconds, "come", "look at what it printed, and start all again");
+  std::unique_ptr<Communicator> ranks = mpi_world(launch, WorldOptions{}.timeout_seconds);
+  const Patience patience(*ranks);  // the deadline is that of all of it
   greet(*ranks, program);
   return ranks;
 }

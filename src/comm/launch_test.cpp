@@ -1,13 +1,23 @@
 #include "comm/launch.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <csignal>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <string>
+#include <thread>
 
+#include "comm/deadline.h"
 #include "comm/together.h"
 #include "core/error.h"
+#include "core/temporary_folder.h"
 
 namespace agoq {
 namespace {
@@ -148,6 +158,42 @@ TEST(Launch, TheFirstRankOfAMachineSpeaksForIt) {
   EXPECT_EQ(text_of_rank(1), "");
   launch.local_rank = 1;
   alike_on_a_machine(launch, [] {});
+}
+
+// The others may have been halted with it, or have ended because of it: what it would say is not so.
+TEST(Deadline, BeginsAnewBehindAHalt) {
+  const TemporaryFolder folder;
+  const pid_t pid = fork();
+  if (pid == 0) {
+    [[maybe_unused]] FILE* const stream = freopen(folder.path("stderr").c_str(), "a", stderr);
+    Launch launch;
+    launch.size = 2;
+    const Deadline deadline(launch, 3, "come", "start again");
+    for (;;) ::pause();
+  }
+  const auto sleep = [](double seconds) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  };
+  int status = 0;
+  sleep(0.5);
+  kill(pid, SIGSTOP);
+  sleep(4);
+  kill(pid, SIGCONT);
+  sleep(1.5);
+  EXPECT_EQ(waitpid(pid, &status, WNOHANG), 0) << "it has spoken for a time in which it was halted";
+  sleep(2.5);
+  const pid_t ended = waitpid(pid, &status, WNOHANG);
+  if (ended == 0) {
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
+  ASSERT_EQ(ended, pid) << "it waits without end";
+  EXPECT_EQ(WEXITSTATUS(status), 1);
+  std::ifstream file(folder.path("stderr"));
+  const std::string printed{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  EXPECT_EQ(printed,
+            "agoq: rank 0 of 2 has waited 3 s for all others to come, and not all of them have: one has "
+            "ended before or hangs; start again\n");
 }
 
 }  // namespace

@@ -491,6 +491,46 @@ TEST_F(RankFailures, ARankThatDoesNotMeetTheOthersIsNotWaitedForWithoutEnd) {
   }
 }
 
+/// The program, whose process lives and comes to no end of that call.
+std::string hanging_in(const std::string& call) {
+  return fmt::format("env AGOQ_MPI_MODULE={} AGOQ_TEST_HANG='{}' {}", AGOQ_HANGING_MPI, call,
+                     AGOQ_PROGRAM);
+}
+
+// Nothing watches the ranks yet: while they tell of bad input, and of what they do.
+TEST_F(RankFailures, ARankThatHangsBeforeTheRunIsNotWaitedForWithoutEnd) {
+  for (const auto& [call, what] : {std::pair{"MPI_Iallgather 1", "come"},
+                                   {"MPI_Iallgather 2", "read what they were given"},
+                                   {"MPI_Iallgather 3", "say what they do"}}) {
+    SCOPED_TRACE(call);
+    RankProcesses processes({{2, arguments("run")}, {1, arguments("run"), hanging_in(call)}});
+    EXPECT_EQ(processes.wait(10 + kMargin), 1) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_EQ(
+        processes.lines().front().find(fmt::format(
+            "agoq: rank 0 of 3 has waited 10 s for all others to {}, and not all of them have", what)),
+        0u)
+        << processes.error();
+  }
+}
+
+// Nothing watches the ranks any more. All that they were started for is there.
+TEST_F(RankFailures, ARankThatHangsAtItsEndIsNotWaitedForWithoutEnd) {
+  const std::string train = arguments("run", "--set train.steps=2");
+  for (const std::string& command :
+       {train, std::string("bench comm --elements 8192 --json --timeout 3")}) {
+    RankProcesses processes({{1, command}, {1, command, hanging_in("MPI_Finalize 1")}});
+    EXPECT_EQ(processes.wait(30 + kMargin), 1) << processes.error();
+    ASSERT_EQ(processes.lines().size(), 1u) << processes.error();
+    EXPECT_EQ(processes.lines().front().find(
+                  "agoq: rank 0 of 2 has waited 10 s for all others to end, and not all of them have"),
+              0u)
+        << processes.error();
+    EXPECT_EQ(processes.out().find('{'), 0u) << processes.out();
+    EXPECT_EQ(processes.out().rfind("}\n"), processes.out().size() - 2) << processes.out();
+  }
+}
+
 // Its process lives, and so does the thread that gives signs of life.
 TEST_F(RankFailures, ARankThatDoesNotComeIsNamedFirst) {
   RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
