@@ -37,6 +37,15 @@ int number(const char* name, const char* other, int least) {
   return value;
 }
 
+/// The rank on its machine: what runs processes by hand may well have set the other two alone.
+int local_rank_of(const char* local_rank, const char* rank, const char* size) {
+  check_input(variable(local_rank).has_value(),
+              "{} and {} are set and {} is not: a launcher sets all three; start the ranks with mpirun, "
+              "srun or torchrun, or set {} too, or unset {} and {} for one process",
+              rank, size, local_rank, local_rank, rank, size);
+  return number(local_rank, size, 0);
+}
+
 /// The variables in which a launcher tells a process its place.
 struct Variables {
   Launcher launcher;
@@ -81,6 +90,15 @@ constexpr Variables kSlurm{
 // the job step only for processes that it started.
 constexpr Variables kLaunchers[] = {kMpirun, kTorchrun, kSlurm};
 
+/// Rank and number of ranks as the launchers of other MPIs say them: of MPICH and Intel MPI, and of
+/// MVAPICH. What they start with one rank is one process.
+struct OtherMpi {
+  const char* rank;
+  const char* size;
+};
+constexpr OtherMpi kOtherMpis[] = {{"PMI_RANK", "PMI_SIZE"},
+                                   {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"}};
+
 /// One of its variables is enough: a process that has a rank and does not know of how many would train
 /// by itself what the others train too.
 bool is_started_by(const Variables& of) {
@@ -117,7 +135,7 @@ Launch launch_from_environment() {
     launch.name = of.name;
     launch.size = number(of.size, of.rank, 1);
     launch.rank = number(of.rank, of.size, 0);
-    launch.local_rank = number(of.local_rank, of.size, 0);
+    launch.local_rank = local_rank_of(of.local_rank, of.rank, of.size);
     if (variable(of.local_size)) launch.local_size = number(of.local_size, of.size, 1);
     launch.job = variable(of.job).value_or("");
     check_input(
@@ -132,12 +150,18 @@ Launch launch_from_environment() {
     }
     return launch;
   }
-  const std::string of_another_mpi = variable("PMI_SIZE").value_or("1");
-  check_input(
-      of_another_mpi == "1",
-      "{} processes were started by the launcher of another MPI (PMI_SIZE is set, and no variable "
-      "of Open MPI's is): start the ranks with Open MPI's mpirun",
-      of_another_mpi);
+  for (const auto& [rank, size] : kOtherMpis) {
+    if (!variable(rank) && !variable(size)) continue;
+    const std::string ranks = variable(size).value_or("an unknown number of");
+    check_input(
+        ranks == "1",
+        "{} processes were started by the launcher of another MPI ({} is set, and no variable of "
+        "Open MPI's is): start the ranks with Open MPI's mpirun, or unset {} for one process",
+        ranks, variable(size) ? size : rank, variable(size) ? size : rank);
+  }
+  check_input(!variable("PMIX_RANK"),
+              "PMIX_RANK is set, and no variable says of how many ranks: start the ranks with mpirun or "
+              "srun --mpi=pmix, or unset PMIX_RANK for one process");
   return {};
 }
 

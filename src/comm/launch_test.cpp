@@ -28,11 +28,26 @@ using Variables = std::map<std::string, std::string>;
 class Environment {
  public:
   explicit Environment(const Variables& variables) {
-    for (const char* name :
-         {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-          "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-          "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-          "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID", "PMIX_RANK", "PMI_SIZE"}) {
+    for (const char* name : {"OMPI_COMM_WORLD_RANK",
+                             "OMPI_COMM_WORLD_SIZE",
+                             "OMPI_COMM_WORLD_LOCAL_RANK",
+                             "OMPI_COMM_WORLD_LOCAL_SIZE",
+                             "OMPI_MCA_ess_base_jobid",
+                             "RANK",
+                             "WORLD_SIZE",
+                             "LOCAL_RANK",
+                             "LOCAL_WORLD_SIZE",
+                             "TORCHELASTIC_RUN_ID",
+                             "SLURM_PROCID",
+                             "SLURM_STEP_NUM_TASKS",
+                             "SLURM_LOCALID",
+                             "SLURM_NTASKS_PER_NODE",
+                             "SLURM_JOB_ID",
+                             "PMIX_RANK",
+                             "PMI_RANK",
+                             "PMI_SIZE",
+                             "MV2_COMM_WORLD_RANK",
+                             "MV2_COMM_WORLD_SIZE"}) {
       const char* const value = std::getenv(name);
       if (value != nullptr) before_[name] = value;
       unsetenv(name);
@@ -106,7 +121,12 @@ TEST(Launch, TakesWhatEachLauncherSets) {
 TEST(Launch, RefusesAHalfSetEnvironment) {
   expect_refused({{"RANK", "0"}}, "RANK is set and WORLD_SIZE is not");
   expect_refused({{"WORLD_SIZE", "2"}}, "WORLD_SIZE is set and RANK is not");
-  expect_refused({{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "WORLD_SIZE is set and LOCAL_RANK is not");
+  expect_refused(
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}},
+      "RANK and WORLD_SIZE are set and LOCAL_RANK is not: a launcher sets all three; start the "
+      "ranks with mpirun, srun or torchrun, or set LOCAL_RANK too, or unset RANK and WORLD_SIZE "
+      "for one process");
+  expect_refused({{"PMIX_RANK", "0"}}, "PMIX_RANK is set, and no variable says of how many ranks");
   expect_refused({{"OMPI_COMM_WORLD_RANK", "1"}},
                  "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not");
   expect_refused({{"OMPI_COMM_WORLD_SIZE", "2"}},
@@ -131,11 +151,16 @@ TEST(Launch, RefusesNumbersThatAreNone) {
                  "RANK is 2 and WORLD_SIZE is 2: a rank is below the number of ranks");
 }
 
-// MPICH and Intel MPI: agoq's ranks meet by Open MPI, which would leave each process alone.
+// MPICH, Intel MPI and MVAPICH: agoq's ranks meet by Open MPI, which would leave each process alone.
 TEST(Launch, RefusesTheLauncherOfAnotherMpi) {
-  expect_refused({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "another MPI");
-  const Environment one(Variables{{"PMI_SIZE", "1"}});
-  EXPECT_EQ(launch_from_environment().launcher, Launcher::kNone);
+  for (const std::string mpi : {"PMI", "MV2_COMM_WORLD"}) {
+    SCOPED_TRACE(mpi);
+    expect_refused({{mpi + "_RANK", "0"}, {mpi + "_SIZE", "2"}}, "2 processes were started by the ");
+    expect_refused({{mpi + "_SIZE", "2"}}, mpi + "_SIZE is set");
+    expect_refused({{mpi + "_RANK", "0"}}, "of another MPI (" + mpi + "_RANK is set");
+    const Environment one(Variables{{mpi + "_RANK", "0"}, {mpi + "_SIZE", "1"}});
+    EXPECT_EQ(launch_from_environment().launcher, Launcher::kNone);
+  }
 }
 
 // Ranks of torchrun or srun, which cannot speak with each other yet: one line of each machine.
