@@ -789,7 +789,8 @@ class RankWatch::Thread {
         1);
   }
 
-  /// Returns where the deputy is lost as well.
+  /// Returns where the deputy is lost as well: then the others, who have no connection with each other,
+  /// take turns, and the launcher ends those that have not had theirs.
   void await_deputy() {
     const Clock::time_point start = Clock::now();
     // It may notice one sign of life later.
@@ -800,7 +801,21 @@ class RankWatch::Thread {
       });
       if (!open) to_deputy_.close();
     }
-    std::this_thread::sleep_for(Seconds(std::min(turn_seconds(rank_), 1.5 * interval_)));
+    std::this_thread::sleep_for(Seconds(turn_seconds(ranks_before())));
+  }
+
+  /// How many ranks have their turn before this one: those of other machines than the two lost ones'
+  /// come first.
+  int ranks_before() const {
+    const auto order = [&](int rank) {
+      const Place& place = place_of(rank);
+      return std::pair(are_near(place, place_of(0)) || are_near(place, place_of(deputy_)), rank);
+    };
+    int before = 0;
+    for (const int rank : ranks_from(1)) {
+      if (rank != deputy_ && order(rank) < order(rank_)) ++before;
+    }
+    return before;
   }
 
   [[noreturn]] void end(const std::string& line, int status) {

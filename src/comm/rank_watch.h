@@ -13,11 +13,12 @@
 //   ends regularly                       it says goodbye: no failure, the others go on
 //
 // Rank 0 watches the others and tells them to end. Rank 0 is watched by all others, of which one, the
-// deputy, has connections to the rest and tells them to end; where both are lost at once several ranks
-// may say so. A process that is told to end leaves by _exit: whatever the main thread waits in (MPI,
-// NCCL, a disk) cannot hold it. A long computation or a long save is no failure, since the thread goes
-// on; a rank that lives but does not come to an exchange is noticed by the communicator's own deadline.
-// A failure is reported when it has stood for .3 s, since a rank that is lost makes others fail.
+// deputy, has connections to the rest and tells them to end; where both are lost at once the others
+// take turns, 1.5 s each, so that the launcher ends the rest when one has said so. A process that is
+// told to end leaves by _exit: whatever the main thread waits in (MPI, NCCL, a disk) cannot hold it. A
+// long computation or a long save is no failure, since the thread goes on; a rank that lives but does
+// not come to an exchange is noticed by the communicator's own deadline. A failure is reported when it
+// has stood for .3 s, since a rank that is lost makes others fail.
 //
 // Invariant: the thread calls nothing but the kernel, and asks the communicator for a number. It uses
 // neither MPI nor NCCL.
@@ -44,9 +45,9 @@ struct RankWatchOptions {
 class RankWatch {
  public:
   /// Connects the ranks of `group`, which has to live as long. Collective. Throws Error (kInput) for a
-  /// timeout that is too short or too long, and AgreedError (kFailure, comm/together.h) when a rank cannot reach
-  /// rank 0 or the deputy, saying which. In a group of one there is nothing to watch: no thread, no
-  /// socket.
+  /// timeout that is too short or too long, and AgreedError (kFailure, comm/together.h) when a rank
+  /// cannot reach rank 0 or the deputy, saying which. In a group of one there is nothing to watch: no
+  /// thread, no socket.
   RankWatch(Communicator& group, const RankWatchOptions& options);
   /// Says goodbye; on rank 0, waits for the goodbyes of the others. When an exception unwinds the stack,
   /// the other ranks are told that this one has failed.
