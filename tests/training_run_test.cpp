@@ -302,6 +302,28 @@ TEST(TrainingRun, SavesAndStopsOnSigterm) {
   EXPECT_FALSE(fs::exists(config.run.directory + "/summary.json"));
 }
 
+// Before the first step of a run, which tells what has changed.
+TEST(TrainingRun, SavesAndStopsOnASignalInItsPreparations) {
+  const TemporaryFolder folder;
+  write_text(folder);
+  RunConfig config = small_run(folder, "run");
+  config.run.steps = 3;
+  config.optimizer.warmup_steps = 0;
+  train(config);
+  config.run.steps = 5;
+  bool told = false;
+  RunOptions options{RunStart::kResume, /*show_progress=*/false};
+  options.notice = [&](const std::string&) {
+    if (!told) std::raise(SIGTERM);
+    told = true;
+  };
+  const RunSummary stopped = run_training(config, cpu_backend(), options);
+  EXPECT_TRUE(told);
+  EXPECT_TRUE(stopped.stopped);
+  EXPECT_EQ(stopped.steps, 3);
+  EXPECT_EQ(train(config, RunStart::kResume).steps, 5);
+}
+
 // Once the metrics hold a step more than now, sends `signal` to this process.
 std::thread signal_after_a_step(const RunConfig& config, int signal) {
   const std::string metrics = config.run.directory + "/metrics.jsonl";

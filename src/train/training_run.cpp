@@ -265,7 +265,6 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
     metrics = directory.open_metrics(trainer.step());
   });
 
-  const StopSignals signals;
   const std::string label(name_of(config.activations.policy));
   Progress progress(label, config.run.steps, config.run.log_every, options.show_progress && leads);
   StepTimes times(config.run.steps), exposed(config.run.steps);
@@ -404,6 +403,8 @@ std::string saved_state(const RunConfig& config) {
 RunSummary run_training(const RunConfig& config, Backend& backend, const RunOptions& options) {
   const std::unique_ptr<Communicator> alone = single_rank();
   Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
+  // Before the ranks watch each other: one that a signal ended would be taken for lost.
+  const StopSignals signals;
   // Before the ranks speak for the first time, which takes memory that the plan counts.
   const PeakMemory peak_memory(backend);
   RankWatch watch(ranks,

@@ -639,6 +639,19 @@ TEST_F(RankFailures, ASignalToMpirunSavesARunOfLongSteps) {
   }
 }
 
+// While it prepares the run it is no lost rank either.
+TEST_F(RankFailures, ASignalToARankInItsPreparationsSavesTheRun) {
+  RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
+  const Clock::time_point start = Clock::now();
+  while (!fs::exists(folder_.path("run") + "/run.lock") && seconds_since(start) < 60) sleep_a_little();
+  const pid_t pid = processes.pid(1);
+  ASSERT_NE(pid, 0) << processes.error();
+  ASSERT_EQ(kill(pid, SIGTERM), 0);
+  EXPECT_EQ(processes.wait(30), 0) << processes.error();
+  EXPECT_EQ(processes.lines().size(), 0u) << processes.error();
+  EXPECT_FALSE(fs::is_empty(folder_.path("run") + "/checkpoints"));
+}
+
 // Where MPI does not understand the launcher every process is alone with it, and would train by itself.
 TEST_F(RankFailures, AnMpiThatKnowsOfFewerRanksThanWereLaunchedIsToldSo) {
   TemporaryFolder folder;
