@@ -801,6 +801,8 @@ class RankWatch::Thread {
       });
       if (!open) to_deputy_.close();
     }
+    // The launcher asks first, and may kill long after: this process ends in any case.
+    std::signal(SIGTERM, SIG_DFL);
     std::this_thread::sleep_for(Seconds(turn_seconds(ranks_before())));
   }
 

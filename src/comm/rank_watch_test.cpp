@@ -99,14 +99,21 @@ class Processes {
     }
   }
   ~Processes() {
-    end();
+    for (const pid_t pid : pids_) {
+      if (pid == 0) continue;
+      kill(pid, SIGKILL);
+      waitpid(pid, nullptr, 0);
+    }
     munmap(shared_, sizeof(Shared));
   }
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
 
   pid_t pid(int rank) const { return pids_[static_cast<std::size_t>(rank)]; }
-  void send(int rank, int signal) const { kill(pid(rank), signal); }
+  /// Not to one that has ended.
+  void send(int rank, int signal) const {
+    if (pid(rank) != 0) kill(pid(rank), signal);
+  }
 
   /// Waits for the ranks' ends. Exit status of each; -signal if one ended it; nothing for one that has
   /// not ended within `seconds`.
@@ -139,15 +146,6 @@ class Processes {
       sleep(0.005);
     } while (seconds_since(start) < seconds);
     return std::nullopt;
-  }
-  /// Kills those that have not ended.
-  void end() {
-    for (pid_t& pid : pids_) {
-      if (pid == 0) continue;
-      kill(pid, SIGKILL);
-      waitpid(pid, nullptr, 0);
-      pid = 0;
-    }
   }
   std::string printed() const {
     std::ifstream file(folder_.path("stderr"));
@@ -242,14 +240,18 @@ TEST(RankWatch, OneRankSaysThatRank0IsGone) {
 }
 
 TEST(RankWatch, WithoutTheDeputyOthersSayThatRank0IsGone) {
-  Processes processes(5, compute);
+  Processes processes(5, [](Communicator& group) {
+    std::signal(SIGTERM, [](int) {});  // saves and stops, were there steps
+    compute(group);
+  });
   sleep(1);
   processes.send(1, SIGSTOP);  // the deputy
   processes.send(0, SIGKILL);
   EXPECT_EQ(processes.wait_for_status_1(kTimeout), std::optional<int>(2));
-  // As mpirun does, a second after a rank has ended with an error.
-  sleep(1);
-  processes.end();
+  // As mpirun does when a rank has ended with an error.
+  for (const int rank : {3, 4}) processes.send(rank, SIGTERM);
+  const Statuses statuses = processes.wait(1);
+  for (const std::size_t rank : {3u, 4u}) EXPECT_EQ(statuses[rank], -SIGTERM) << rank;
   expect_one_line(processes.printed(), {"rank 0 of 5 (host ", "forward of step 10"});
 }
 
