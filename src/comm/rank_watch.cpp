@@ -784,6 +784,13 @@ class RankWatch::Thread {
   [[noreturn]] void end_lost(const Peer& peer, const std::string& what) {
     // Where rank 0 is lost every rank notices: the deputy speaks for all.
     if (rank_ != 0 && rank_ != deputy_) await_deputy();
+    // Where the deputy itself was stopped, another has spoken in its place.
+    for (Peer& follower : followers_) {
+      if (!follower.connection.is_open()) continue;
+      follower.connection.receive([](const Frame& frame) {
+        if (frame.kind == FrameKind::kEnd) ::_exit(frame.status);
+      });
+    }
     end(fmt::format("{} {}, last in {}; all ranks end: {}", name_of(peer.rank), what, peer.activity,
                     options_.advice),
         1);
@@ -801,7 +808,8 @@ class RankWatch::Thread {
       });
       if (!open) to_deputy_.close();
     }
-    // The launcher asks first, and may kill long after: this process ends in any case.
+    // mpirun begins with SIGCONT when a rank has spoken and ended, and may kill long after.
+    std::signal(SIGCONT, [](int) { ::_exit(1); });
     std::signal(SIGTERM, SIG_DFL);
     std::this_thread::sleep_for(Seconds(turn_seconds(ranks_before())));
   }
@@ -830,6 +838,7 @@ class RankWatch::Thread {
       }
     }
     for (Peer* peer : told) peer->connection.send({FrameKind::kEnd, status, ""});
+    if (to_deputy_.is_open()) to_deputy_.send({FrameKind::kEnd, status, ""});
     // What is on its way is lost where this process ends with something unread: the others close first.
     const Clock::time_point start = Clock::now();
     while (seconds_since(start) < kAnswerSeconds / 2) {
