@@ -158,19 +158,6 @@ void Backend::add_pieces(const Context& context, std::span<const QuantTensor> pi
                });
 }
 
-void Backend::pieces_sums_of_squares(const Context& context, std::span<const TensorPieces> tensors,
-                                     const Tensor& totals) {
-  check_totals("pieces_sums_of_squares", totals, tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    expect_pieces("pieces_sums_of_squares", tensors[i]);
-    // All rows at once: a sum of sums of some rows each would be rounded differently.
-    for_each_sum(context, tensors[i], std::max<std::int64_t>(tensors[i].front().rows(), 1),
-                 [&](std::int64_t, std::int64_t, const Tensor& values) {
-                   sum_of_squares(context, as_quant_tensor(values), total_of(totals, i));
-                 });
-  }
-}
-
 void Backend::adamw_update_pieces(const Context& context, std::span<const QuantTensor> gradients,
                                   const AdamwTensors& tensors, const AdamwStep& step,
                                   const RandomKey& key) {

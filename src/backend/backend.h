@@ -253,7 +253,7 @@ class Backend {
   /// computes depends on their values only: the same bits whether they come as pieces or as one exact
   /// tensor. totals fp64 [as many as tensors].
   virtual void pieces_sums_of_squares(const Context&, std::span<const TensorPieces> tensors,
-                                      const Tensor& totals);
+                                      const Tensor& totals) = 0;
   /// Of one.
   void pieces_sum_of_squares(const Context& context, const TensorPieces& pieces, const Tensor& total) {
     pieces_sums_of_squares(context, {&pieces, 1}, total);

@@ -5,6 +5,8 @@
 #include <functional>
 #include <set>
 
+#include "core/median.h"
+
 namespace agoq {
 namespace {
 
@@ -136,11 +138,6 @@ class KernelBenchmark {
   std::int64_t rounds_of(const std::vector<Case>& sets) {
     const double once = std::max(seconds_of(sets, 1), 1e-7) * static_cast<double>(sets.size());
     return std::clamp<std::int64_t>(std::llround(kTimedSeconds / once), 1, kMaxRounds);
-  }
-  static double median(std::vector<double> values) {
-    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-    std::nth_element(values.begin(), middle, values.end());
-    return *middle;
   }
 
   void measure(const std::string& name, const std::string& operands, const std::vector<Case>& sets) {

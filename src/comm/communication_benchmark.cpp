@@ -6,6 +6,7 @@
 
 #include "comm/quantized_reduction.h"
 #include "core/error.h"
+#include "core/median.h"
 
 namespace agoq {
 namespace {
@@ -34,12 +35,6 @@ double naive_bound(int ranks) {
 }
 // Of the sum of squares: a rounding error raises it by its own square.
 constexpr double kSquaresBound = 0.01;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 struct Rows {
   std::int64_t first = 0, last = 0;

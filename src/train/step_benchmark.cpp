@@ -6,6 +6,7 @@
 
 #include "checkpoint/json_text.h"
 #include "comm/together.h"
+#include "core/median.h"
 #include "train/batch_buffers.h"
 #include "train/memory_probe.h"
 #include "train/rank_agreement.h"
@@ -38,12 +39,6 @@ HostBatch random_batch(const RunConfig& config, std::uint32_t index) {
     batch.targets[i] = static_cast<std::int32_t>(random_bits(key, 2 * i + 1) % vocabulary);
   }
   return batch;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
 double attention_flops(const RunConfig& config, bool causal) {
