@@ -25,6 +25,7 @@ Row row(const char* label, Member RunSummary::*member, Print print) {
 }
 
 std::string as_bytes(double value) { return format_bytes(static_cast<std::int64_t>(value)); }
+std::string as_bytes_or_not_known(double value) { return value == 0 ? "not known" : as_bytes(value); }
 std::string as_loss(double value) { return fmt::format("{:.4f}", value); }
 std::string as_count(double value) { return fmt::format("{:.0f}", value); }
 
@@ -54,7 +55,7 @@ std::vector<Row> rows_of(const std::vector<NamedSummary>& runs) {
       row("master weights", &RunSummary::master_bytes, as_bytes),
       row("weights", &RunSummary::weight_bytes, as_bytes),
       row("peak memory, predicted", &RunSummary::peak_bytes_predicted, as_bytes),
-      row("peak memory, measured", &RunSummary::peak_bytes_measured, as_bytes),
+      row("peak memory, measured", &RunSummary::peak_bytes_measured, as_bytes_or_not_known),
   };
   const bool several = std::any_of(runs.begin(), runs.end(),
                                    [](const NamedSummary& run) { return run.summary.ranks > 1; });

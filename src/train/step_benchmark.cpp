@@ -8,7 +8,7 @@
 #include "comm/together.h"
 #include "core/median.h"
 #include "train/batch_buffers.h"
-#include "train/memory_probe.h"
+#include "train/peak_memory.h"
 #include "train/rank_agreement.h"
 #include "train/trainer.h"
 
@@ -207,7 +207,7 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
   // The schedule has no learning rate past train.steps, which need not be as many as are timed.
   config.run.steps =
       std::max<std::int64_t>(config.run.steps, std::int64_t{options.warmup_steps} + options.steps + 2);
-  const std::optional<DeviceMemory> at_start = backend.device_memory();
+  const PeakMemory peak_memory(backend);
   StepBenchmark result;
   result.ranks = ranks.size();
   together(ranks, [&] {
@@ -221,7 +221,9 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
   result.model_flops_full =
       static_cast<double>(result.tokens) *
       (6 * matrix_weights(config.model) + attention_flops(config, /*causal=*/false));
-  if (at_start) result.peak_flops = peak_flops_of(at_start->name);
+  if (const std::optional<DeviceMemory> device = backend.device_memory()) {
+    result.peak_flops = peak_flops_of(device->name);
+  }
   if (result.peak_flops) *result.peak_flops *= ranks.size();
 
   std::vector<HostBatch> batches;
@@ -262,12 +264,7 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
       result.host_seconds = median(std::move(host_seconds));
       result.exposed_communication_seconds = median(std::move(exposed_seconds));
       result.rank_wait_seconds = median(std::move(wait_seconds));
-      if (at_start) {
-        result.peak_bytes_measured = static_cast<std::int64_t>(at_start->free) -
-                                     static_cast<std::int64_t>(backend.device_memory()->free);
-      } else {
-        result.peak_bytes_measured = memory_use().peak;
-      }
+      result.peak_bytes_measured = peak_memory.bytes(result.plan.arena_bytes());
     }
   }
   result.median_seconds = median(result.step_seconds);

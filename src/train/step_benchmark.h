@@ -38,7 +38,7 @@ struct StepBenchmark {
   double model_flops = 0;            // of a step, causal attention
   double model_flops_full = 0;       // of a step, attention over the full square
   std::optional<double> peak_flops;  // of the devices, dense BF16; nothing for those not listed
-  std::int64_t peak_bytes_measured = 0;
+  std::int64_t peak_bytes_measured = 0;  // 0 where it is not known (PeakMemory)
   RunPlan plan;
   // Of a rank that is alone only: of one step, each operation timed by itself; and the floor.
   std::vector<OperationProfile> operations;

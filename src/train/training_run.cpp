@@ -17,6 +17,7 @@
 #include "comm/together.h"
 #include "train/memory_probe.h"
 #include "train/nonfinite_steps.h"
+#include "train/peak_memory.h"
 #include "train/progress.h"
 #include "train/rank_agreement.h"
 #include "train/run_directory.h"
@@ -90,22 +91,6 @@ class StepTimes {
  private:
   std::vector<double> seconds_;
   std::vector<double> sorted_;
-};
-
-/// The highest use of the memory that the arenas lie in: the host's by the counting hooks, a device's by
-/// the fall of its free memory since the run began.
-class PeakMemory {
- public:
-  explicit PeakMemory(Backend& backend) : backend_(backend), at_start_(backend.device_memory()) {}
-  std::int64_t bytes() const {
-    if (!at_start_) return memory_use().peak;
-    return static_cast<std::int64_t>(at_start_->free) -
-           static_cast<std::int64_t>(backend_.device_memory()->free);
-  }
-
- private:
-  Backend& backend_;
-  std::optional<DeviceMemory> at_start_;
 };
 
 std::string metrics_line(const StepReport& report, int ranks, double seconds, double tokens_per_second) {
@@ -376,7 +361,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   summary.master_bytes = trainer.optimizer().master_bytes();
   summary.weight_bytes = plan.classes[static_cast<std::size_t>(MemoryClass::kWeights)];
   summary.peak_bytes_predicted = plan.predicted_peak();
-  summary.peak_bytes_measured = peak_memory.bytes();
+  summary.peak_bytes_measured = peak_memory.bytes(plan.arena_bytes());
   summary.resident_bytes_grown = resident_memory().peak - resident_at_start;
   if (times.median() > 0) {
     summary.tokens_per_second = static_cast<double>(config.run.tokens_per_step()) / times.median();

@@ -34,8 +34,7 @@ struct RunSummary {
   std::size_t master_bytes = 0;
   std::size_t weight_bytes = 0;
   std::size_t peak_bytes_predicted = 0;
-  /// Of the memory that the arenas lie in: host memory is counted outside them (0 if this build cannot),
-  /// a GPU's is the fall of its free memory during the run.
+  /// Of the memory that the arenas lie in; 0 where it is not known (PeakMemory).
   std::int64_t peak_bytes_measured = 0;
   std::int64_t resident_bytes_grown = 0;  // VmHWM at the end minus VmRSS at the start
   double tokens_per_second = 0;           // median over steps
