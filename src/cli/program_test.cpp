@@ -470,6 +470,18 @@ TEST_F(TinyRuns, ASignalledRunStillPrintsItsSummary) {
   }
 }
 
+TEST_F(TinyRuns, IsFoundByItsName) {
+  // The program starts itself again where these are not set.
+  const std::string command = fmt::format(
+      "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT {} {} >{} 2>&1 & "
+      "for i in $(seq 200); do sleep 0.1; [ -s {} ] && break; done; "
+      "cat /proc/$!/comm >{}; kill $!; wait",
+      AGOQ_PROGRAM, train("--set train.steps=1000000"), path("out"), path("run/metrics.jsonl"),
+      path("name"));
+  ASSERT_EQ(std::system(command.c_str()), 0);
+  EXPECT_EQ(read_file(path("name")), std::filesystem::path(AGOQ_PROGRAM).filename().string() + "\n");
+}
+
 TEST_F(TinyRuns, GoesOnAfterAHangupUnderNohup) {
   const auto start = std::chrono::steady_clock::now();
   const Outcome outcome =
