@@ -35,9 +35,9 @@ struct StepBenchmark {
   // Medians over steps of what a StepReport says of them.
   double exposed_communication_seconds = 0;
   double rank_wait_seconds = 0;
-  double model_flops = 0;            // of a step, causal attention
-  double model_flops_full = 0;       // of a step, attention over the full square
-  std::optional<double> peak_flops;  // of the devices, dense BF16; nothing for those not listed
+  double model_flops = 0;                // of a step, causal attention
+  double model_flops_full = 0;           // of a step, attention over the full square
+  std::optional<double> peak_flops;      // of the devices, dense BF16; nothing for those not listed
   std::int64_t peak_bytes_measured = 0;  // 0 where it is not known (PeakMemory)
   RunPlan plan;
   // Of a rank that is alone only: of one step, each operation timed by itself; and the floor.
