@@ -39,18 +39,18 @@ ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 class Runs:
     """Runs commands and keeps what they were and what came."""
 
-    def __init__(self, out):
-        self.out, self.records, self.begun = out, [], time.monotonic()
+    def __init__(self, out, timeout):
+        self.out, self.timeout, self.records, self.begun = out, timeout, [], time.monotonic()
         self.lock = threading.Lock()  # commands may run at the same time
 
-    def run(self, what, command, timeout=240, **environment):
+    def run(self, what, command, **environment):
         begun = time.monotonic()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout,
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout,
                                   env={**os.environ, **ENVIRONMENT, **environment})
             text, status = done.stdout + done.stderr, done.returncode
         except subprocess.TimeoutExpired:
-            text, status = f"no end within {timeout} s", -1
+            text, status = f"no end within {self.timeout} s", -1
         shown = [f"{key}={value}" for key, value in environment.items()] + [str(word) for word in command]
         record = {"what": what, "command": " ".join(shown).replace(str(ROOT) + "/", ""), "status": status,
                   "seconds": round(time.monotonic() - begun, 1), "result": parse(text)}
@@ -169,7 +169,10 @@ def weak(runs, agoq, all_ranks, device):
                         config, values, ["--steps", "10" if micro_batches == 1 else "4", "--warmup", "2"],
                         **environment)
 
-        speeds = alone_on_each(max(all_ranks) if cuda else 1, functools.partial(measure, 1))
+        if cuda:
+            speeds = alone_on_each(max(all_ranks), functools.partial(measure, 1))
+        else:
+            speeds = [result["tokens_per_second"] for result in [measure(1)] if result]
         for ranks in all_ranks:
             result = measure(ranks)
             if not speeds or result is None:
@@ -227,7 +230,7 @@ def main():
     for program in (given.agoq, given.ranks_test):
         if not pathlib.Path(program).exists():
             sys.exit(f"scaling.py: {program} is not there: ./dev build makes the program and ./dev test the tests")
-    runs = Runs(pathlib.Path(given.out))
+    runs = Runs(pathlib.Path(given.out), 240 if given.device == "cuda" else 1200)
     for ranks in all_ranks:
         equality(runs, ranks, given.ranks_test, given.device)
         comm(runs, ranks, given.agoq, given.device)
