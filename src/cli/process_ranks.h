@@ -31,6 +31,9 @@ class ProcessRanks {
   int size() const { return launch_.size; }
   /// Rank 0 prints.
   bool leads() const { return launch_.rank == 0; }
+  /// Whether the ranks can tell each other what is wrong before join(): MPI launched them, or there is
+  /// one.
+  bool can_speak() const { return launch_.launcher == Launcher::kMpi || launch_.size == 1; }
   /// For what works in one process: whether this is the one. Where there are several it is rank 0, which
   /// says so on stderr; `what` is the command.
   bool works_alone(const std::string& what) const;

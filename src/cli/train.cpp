@@ -3,12 +3,14 @@
 
 #include <csignal>
 #include <memory>
+#include <optional>
 
 #include "backend/profiled_backend.h"
 #include "cli/command.h"
 #include "cli/operation_table.h"
 #include "cli/process_ranks.h"
 #include "cli/summary_table.h"
+#include "core/stop_signals.h"
 #include "train/training_run.h"
 
 namespace agoq {
@@ -24,6 +26,11 @@ struct TrainArguments {
 };
 
 void train(const TrainArguments& arguments, ProcessRanks& ranks) {
+  // From here on: a rank that a signal ended while the ranks find each other and take their devices, for
+  // which GPUs need seconds, would end them all, with nothing saved. Not where the ranks cannot speak
+  // with each other yet: their launcher ends those of one that has failed in this way.
+  std::optional<StopSignals> signals;
+  if (ranks.can_speak()) signals.emplace();
   // `agoq train run.toml | head`: to the run a reader who left is an error of writing, after which it
   // saves a checkpoint, and so is a file that grows beyond what is allowed; the signals would end it at
   // once.

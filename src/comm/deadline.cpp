@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "comm/together.h"
+#include "core/stop_signals.h"
 
 namespace agoq {
 namespace {
@@ -25,8 +26,8 @@ Deadline::Deadline(const Launch& launch, double seconds, const std::string& what
       "agoq: rank {} of {} has waited {:g} s for all others to {}, and not all of them have: one has "
       "ended before or hangs; {}\n",
       launch.rank, launch.size, seconds, what, advice);
-  thread_ =
-      std::thread([this, seconds = seconds + turn_seconds(launch.rank), line] { wait(seconds, line); });
+  thread_ = std::thread(
+      [this, seconds, turn = turn_seconds(launch.rank), line] { wait(seconds, turn, line); });
 }
 
 Deadline::~Deadline() {
@@ -39,15 +40,19 @@ Deadline::~Deadline() {
   thread_.join();
 }
 
-void Deadline::wait(double seconds, const std::string& line) {
+void Deadline::wait(double seconds, double turn, const std::string& line) {
   std::unique_lock lock(mutex_);
   auto start = std::chrono::steady_clock::now();
   auto tick = start;
-  while (Seconds(tick - start).count() < seconds) {
+  double waited = 0;
+  while (waited < seconds + turn) {
+    // By a launcher, which ends all where one that was before this one has spoken.
+    if (waited >= seconds && turn > 0 && StopSignals::any()) ::_exit(1);
     if (condition_.wait_for(lock, kTick, [this] { return is_met_; })) return;
     const auto now = std::chrono::steady_clock::now();
     if (now - tick > kHalt) start = now;
     tick = now;
+    waited = Seconds(tick - start).count();
   }
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
   ::_exit(1);

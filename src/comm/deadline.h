@@ -13,7 +13,8 @@ namespace agoq {
 /// While it lives, this rank waits for the others outside of what RankWatch sees (comm/rank_watch.h):
 /// before all have met, while they look for their devices, at their end. Where it still waits after
 /// `seconds`, and a turn of its own (turn_seconds(), comm/together.h), the process ends with exit status
-/// 1 and a line that says "all others to `what`", and `advice`.
+/// 1 and a line that says "all others to `what`", and `advice`. One that has to leave others their turn
+/// and was asked to stop (core/stop_signals.h) ends without a line.
 ///
 /// Time in which the process was halted does not count, and the seconds begin anew behind it: the others
 /// have waited for this one then, and not all of them may have gone on. One process waits for nobody.
@@ -25,7 +26,7 @@ class Deadline {
   Deadline& operator=(const Deadline&) = delete;
 
  private:
-  void wait(double seconds, const std::string& line);
+  void wait(double seconds, double turn, const std::string& line);
 
   std::mutex mutex_;
   std::condition_variable condition_;

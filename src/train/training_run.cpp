@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -15,6 +14,7 @@
 #include "checkpoint/training_state.h"
 #include "comm/rank_watch.h"
 #include "comm/together.h"
+#include "core/stop_signals.h"
 #include "train/memory_probe.h"
 #include "train/nonfinite_steps.h"
 #include "train/peak_memory.h"
@@ -29,41 +29,6 @@ namespace agoq {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-volatile std::sig_atomic_t stop_requested = 0;
-
-/// Turns SIGTERM, SIGINT, SIGUSR1 and SIGHUP into a request to stop after the step, or the micro-batch
-/// of a validation, under way.
-class StopSignals {
- public:
-  StopSignals() {
-    stop_requested = 0;
-    struct sigaction action {};
-    action.sa_handler = [](int) { stop_requested = 1; };
-    sigaction(SIGTERM, &action, &old_term_);
-    sigaction(SIGINT, &action, &old_int_);
-    // mpirun passes it on to its ranks, and does nothing else: with SIGTERM and SIGINT it kills them
-    // soon.
-    sigaction(SIGUSR1, &action, &old_usr1_);
-    sigaction(SIGHUP, nullptr, &old_hup_);
-    // nohup has it ignored: then the run is meant to outlive its terminal.
-    if (old_hup_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
-  }
-  ~StopSignals() {
-    sigaction(SIGTERM, &old_term_, nullptr);
-    sigaction(SIGINT, &old_int_, nullptr);
-    sigaction(SIGUSR1, &old_usr1_, nullptr);
-    sigaction(SIGHUP, &old_hup_, nullptr);
-  }
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
-
- private:
-  struct sigaction old_term_ {};
-  struct sigaction old_int_ {};
-  struct sigaction old_usr1_ {};
-  struct sigaction old_hup_ {};
-};
 
 /// Seconds of every step. Their median is over all but the first two, which meet cold caches.
 class StepTimes {
@@ -260,7 +225,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
     directory.save(config, trainer, next_sequence);
   };
 
-  const auto is_stopped = [&] { return stop_requested != 0 || !progress.failure().empty(); };
+  const auto is_stopped = [&] { return StopSignals::any() || !progress.failure().empty(); };
   // All ranks stop after the same step: a signal may reach them at different times.
   const auto any_is_stopped = [&] {
     bool any = false;
@@ -389,7 +354,7 @@ RunSummary run_training(const RunConfig& config, Backend& backend, const RunOpti
   const std::unique_ptr<Communicator> alone = single_rank();
   Communicator& ranks = options.ranks == nullptr ? *alone : *options.ranks;
   // Before the ranks watch each other: one that a signal ended would be taken for lost.
-  const StopSignals signals;
+  const StopSignals signals;  // a program's may live already
   // Before the ranks speak for the first time, which takes memory that the plan counts.
   const PeakMemory peak_memory(backend);
   RankWatch watch(ranks,

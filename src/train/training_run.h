@@ -50,12 +50,12 @@ struct RunOptions {
   Notice notice = print_notice;
 };
 
-/// Trains, or goes on from the newest checkpoint. On SIGTERM, SIGINT, SIGUSR1 or SIGHUP (unless that is
-/// ignored) saves a checkpoint and returns after the step, or the micro-batch of a validation, under
-/// way, with summary.stopped set. When progress can no longer be printed, saves a checkpoint and throws
-/// Error (kFailure); for a pipe, SIGPIPE has to be ignored. What fails on the device fails the run with
-/// the step, the operation and the last checkpoint named. Collective; the summary's bytes are rank 0's
-/// own.
+/// Trains, or goes on from the newest checkpoint. On a signal of StopSignals (core/stop_signals.h)
+/// saves a checkpoint and returns after the step, or the micro-batch of a validation, under way, with
+/// summary.stopped set; one that came before the call counts where the caller's StopSignals lives. When
+/// progress can no longer be printed, saves a checkpoint and throws Error (kFailure); for a pipe,
+/// SIGPIPE has to be ignored. What fails on the device fails the run with the step, the operation and
+/// the last checkpoint named. Collective; the summary's bytes are rank 0's own.
 ///
 /// Of several ranks, one that dies, stands still or fails ends them all with one line
 /// (comm/rank_watch.h): this process then ends in here, with the error's exit status.

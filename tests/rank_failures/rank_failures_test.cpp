@@ -639,17 +639,27 @@ TEST_F(RankFailures, ASignalToMpirunSavesARunOfLongSteps) {
   }
 }
 
-// While it prepares the run it is no lost rank either.
-TEST_F(RankFailures, ASignalToARankInItsPreparationsSavesTheRun) {
-  RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
-  const Clock::time_point start = Clock::now();
-  while (!fs::exists(folder_.path("run") + "/run.lock") && seconds_since(start) < 60) sleep_a_little();
-  const pid_t pid = processes.pid(1);
-  ASSERT_NE(pid, 0) << processes.error();
-  ASSERT_EQ(kill(pid, SIGTERM), 0);
-  EXPECT_EQ(processes.wait(30), 0) << processes.error();
-  EXPECT_EQ(processes.lines().size(), 0u) << processes.error();
-  EXPECT_FALSE(fs::is_empty(folder_.path("run") + "/checkpoints"));
+// While it prepares the run it is no lost rank either, nor while it looks for the others.
+TEST_F(RankFailures, ASignalToARankBeforeItsFirstStepSavesTheRun) {
+  const auto expect_saved = [&](const std::string& run, const auto& is_time) {
+    SCOPED_TRACE(run);
+    RankProcesses processes({{3, arguments(run, "--set train.steps=100000")}});
+    const Clock::time_point start = Clock::now();
+    while (!is_time(processes) && seconds_since(start) < 60) sleep_a_little();
+    const pid_t pid = processes.pid(1);
+    ASSERT_NE(pid, 0) << processes.error();
+    ASSERT_EQ(kill(pid, SIGTERM), 0);
+    EXPECT_EQ(processes.wait(30), 0) << processes.error();
+    EXPECT_EQ(processes.lines().size(), 0u) << processes.error();
+    EXPECT_NE(processes.out().find("\"stopped\": true"), std::string::npos) << processes.out();
+    EXPECT_FALSE(fs::is_empty(folder_.path(run) + "/checkpoints"));
+  };
+  expect_saved("early", [](const RankProcesses& processes) {
+    const pid_t pid = processes.pid(1);
+    return pid != 0 &&
+           read_file(fmt::format("/proc/{}/maps", pid)).find("libagoq_mpi") != std::string::npos;
+  });
+  expect_saved("late", [&](const RankProcesses&) { return fs::exists(folder_.path("late/run.lock")); });
 }
 
 // Where MPI does not understand the launcher every process is alone with it, and would train by itself.
