@@ -98,7 +98,8 @@ Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std
     // Ranks of one machine share its processors.
     omp_set_num_threads(std::max(1, omp_get_num_procs() / launch_.local_size));
   }
-  const Deadline deadline(launch_, meeting_seconds_ + kDeviceSeconds, "take their devices", kAdvice);
+  const double device_seconds = device == BackendKind::kCuda ? kDeviceSeconds : 0;
+  const Deadline deadline(launch_, meeting_seconds_ + device_seconds, "take their devices", kAdvice);
   Backend* backend = nullptr;
   agoq::together(*hosts_, [&] {
     backend = &backend_of(device);

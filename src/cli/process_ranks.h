@@ -46,7 +46,7 @@ class ProcessRanks {
   }
   /// How long together(), join() and leave() wait for a rank that does not come, if it is longer than
   /// what ranks on a busy machine need to start: then this process ends with a line (comm/deadline.h).
-  /// Devices have two minutes more.
+  /// GPUs have two minutes more.
   void set_timeout(double seconds);
   /// Runs `work`, which may refuse what the ranks were given; the first time, meets the others. Where
   /// MPI launched them, it fails on all when it fails on one, with one line (comm/together.h); elsewhere

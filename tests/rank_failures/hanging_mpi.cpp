@@ -20,6 +20,7 @@ void come_to(const std::string& call) {
 }  // namespace
 
 #define MPI_Iallgather(...) (come_to("MPI_Iallgather"), MPI_Iallgather(__VA_ARGS__))
+#define MPI_Comm_dup(...) (come_to("MPI_Comm_dup"), MPI_Comm_dup(__VA_ARGS__))
 #define MPI_Finalize() (come_to("MPI_Finalize"), MPI_Finalize())
 // Compiled anew, with these calls.
 #include "comm/mpi/mpi_transport.cpp"  // NOLINT(bugprone-suspicious-include)

@@ -497,11 +497,13 @@ std::string hanging_in(const std::string& call) {
                      AGOQ_PROGRAM);
 }
 
-// Nothing watches the ranks yet: while they tell of bad input, and of what they do.
+// Nothing watches the ranks yet: while they tell of bad input, and of what they do, and take their
+// devices, for which GPUs have two minutes more.
 TEST_F(RankFailures, ARankThatHangsBeforeTheRunIsNotWaitedForWithoutEnd) {
   for (const auto& [call, what] : {std::pair{"MPI_Iallgather 1", "come"},
                                    {"MPI_Iallgather 2", "read what they were given"},
-                                   {"MPI_Iallgather 3", "say what they do"}}) {
+                                   {"MPI_Iallgather 3", "say what they do"},
+                                   {"MPI_Comm_dup 2", "take their devices"}}) {
     SCOPED_TRACE(call);
     RankProcesses processes({{2, arguments("run")}, {1, arguments("run"), hanging_in(call)}});
     EXPECT_EQ(processes.wait(10 + kMargin), 1) << processes.error();
