@@ -55,7 +55,8 @@ struct Variables {
   const char* local_rank;
   const char* local_size;
   const char* job;
-  /// Its batch scripts are process 0 of no number of ranks: what they start is one process.
+  /// Its batch scripts are process 0 of no number of ranks: what they start is one process. And
+  /// local_size is what they were given, whatever a step of theirs has.
   bool has_batch_scripts = false;
 };
 constexpr Variables kMpirun{
@@ -136,7 +137,13 @@ Launch launch_from_environment() {
     launch.size = number(of.size, of.rank, 1);
     launch.rank = number(of.rank, of.size, 0);
     launch.local_rank = local_rank_of(of.local_rank, of.rank, of.size);
-    if (variable(of.local_size)) launch.local_size = number(of.local_size, of.size, 1);
+    if (variable(of.local_size)) {
+      launch.local_size = number(of.local_size, of.size, 1);
+      check_input(of.has_batch_scripts || launch.local_rank < launch.local_size,
+                  "{} is {} and {} is {}: a rank is below the number of ranks; start the ranks with "
+                  "mpirun, srun or torchrun, or unset {}",
+                  of.local_rank, launch.local_rank, of.local_size, launch.local_size, of.local_size);
+    }
     launch.job = variable(of.job).value_or("");
     check_input(
         launch.rank < launch.size,

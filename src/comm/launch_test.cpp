@@ -149,6 +149,14 @@ TEST(Launch, RefusesNumbersThatAreNone) {
                  "WORLD_SIZE must be an integer from 1; it is '0'");
   expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
                  "RANK is 2 and WORLD_SIZE is 2: a rank is below the number of ranks");
+  expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}},
+                 "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2: a rank is below the number of ranks");
+  // A job of one task per node, and a step that has them all on one.
+  const Environment step({{"SLURM_PROCID", "2"},
+                          {"SLURM_STEP_NUM_TASKS", "4"},
+                          {"SLURM_LOCALID", "2"},
+                          {"SLURM_NTASKS_PER_NODE", "1"}});
+  EXPECT_EQ(launch_from_environment().local_rank, 2);
 }
 
 // MPICH, Intel MPI and MVAPICH: agoq's ranks meet by Open MPI, which would leave each process alone.
