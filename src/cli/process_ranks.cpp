@@ -66,7 +66,7 @@ void ProcessRanks::together(const std::function<void()>& work) {
   };
   if (hosts_ == nullptr) {
     try {
-      if (unknown_) throw Error(*unknown_);
+      if (unknown_) alike_on_a_machine(launch_, [&] { throw Error(*unknown_); });
       hosts_ = meet(launch_, program(), meeting_seconds_);
     } catch (const AgreedError&) {
       throw;
@@ -75,11 +75,12 @@ void ProcessRanks::together(const std::function<void()>& work) {
       throw;
     }
   }
-  if (launch_.launcher == Launcher::kMpi) {
-    const Deadline deadline(launch_, meeting_seconds_, "read what they were given", kAdvice);
-    return agoq::together(*hosts_, fail);
-  }
-  alike_on_a_machine(launch_, fail);
+  const Deadline deadline(launch_, meeting_seconds_, "read what they were given", kAdvice);
+  alike(fail);
+}
+
+void ProcessRanks::alike(const std::function<void()>& work) {
+  can_speak() ? agoq::together(*hosts_, work) : alike_on_a_machine(launch_, work);
 }
 
 Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std::int64_t threads) {
@@ -101,7 +102,7 @@ Backend& ProcessRanks::join(BackendKind device, const WorldOptions& options, std
   const double device_seconds = device == BackendKind::kCuda ? kDeviceSeconds : 0;
   const Deadline deadline(launch_, meeting_seconds_ + device_seconds, "take their devices", kAdvice);
   Backend* backend = nullptr;
-  agoq::together(*hosts_, [&] {
+  alike([&] {
     backend = &backend_of(device);
     backend->use_device(launch_.local_rank);
   });

@@ -50,7 +50,7 @@ class ProcessRanks {
   void set_timeout(double seconds);
   /// Runs `work`, which may refuse what the ranks were given; the first time, meets the others. Where
   /// MPI launched them, it fails on all when it fails on one, with one line (comm/together.h); elsewhere
-  /// the first rank of a machine speaks for it. Collective; before join().
+  /// one rank of a machine speaks for all to whom the same is wrong. Collective; before join().
   void together(const std::function<void()>& work);
 
   /// Takes the rank's device, the same kind on all, and its share of the machine's processors
@@ -71,6 +71,9 @@ class ProcessRanks {
   void leave();
 
  private:
+  /// `work` as together() runs it, when the others are met.
+  void alike(const std::function<void()>& work);
+
   Launch launch_;
   std::optional<Error> unknown_;  // why launch_ is not known
   std::string command_;

@@ -101,6 +101,27 @@ TEST(Program, EchoesWhatWasWrittenAndNamesPathsItCannotUse) {
   EXPECT_EQ(plan.status, 0) << plan.error;
 }
 
+// Started as torchrun and srun start ranks, which cannot speak with each other yet. Whoever has come to
+// it says it: the first rank of the machine may have read its input well.
+TEST(Program, RanksOfAMachineSayOnceWhatIsWrong) {
+  const auto expect_line = [](const std::string& ranks, const std::string& variables,
+                              const std::string& config, const std::string& text) {
+    SCOPED_TRACE(variables);
+    const agoq::TemporaryFolder folder;
+    const std::string command = "for r in " + ranks + "; do RANK=$r " + variables + " " + AGOQ_PROGRAM +
+                                " train " + config + " 2>>" + folder.path("error") + " & done; wait";
+    EXPECT_EQ(std::system(command.c_str()), 0);
+    const std::string error = read_file(folder.path("error"));
+    EXPECT_EQ(error.rfind("agoq: " + text, 0), 0u) << error;
+    EXPECT_EQ(error.find('\n'), error.size() - 1) << error;
+  };
+  const std::string absent = "/nowhere/run.toml", no_file = absent + ": cannot be read";
+  expect_line("0 1 2 3", "WORLD_SIZE=4 LOCAL_RANK=$r", absent, no_file);
+  expect_line("3", "WORLD_SIZE=4 LOCAL_RANK=3", absent, no_file);
+  expect_line("0 1 2 3", "WORLD_SIZE=4", std::string(AGOQ_EXAMPLES) + "/quickstart.toml",
+              "RANK and WORLD_SIZE are set and LOCAL_RANK is not");
+}
+
 TEST(Program, InfoIsReadByPeopleAndByPrograms) {
   const Outcome text = run("info");
   EXPECT_EQ(text.status, 0);

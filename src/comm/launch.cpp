@@ -1,15 +1,24 @@
 #include "comm/launch.h"
 
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <chrono>
+#include <cstddef>
 #include <cstdlib>
 #include <optional>
+#include <thread>
 
 #include "comm/deadline.h"
 #include "comm/greeting.h"
 #include "comm/nccl_id_file.h"
 #include "comm/together.h"
 #include "comm/transports.h"
+#include "core/checksum.h"
 #include "core/error.h"
 
 namespace agoq {
@@ -108,6 +117,38 @@ bool is_started_by(const Variables& of) {
   return rank && !(of.has_batch_scripts && *rank == "0");
 }
 
+/// What the first of the processes that one launcher has started on this machine says, when it says it:
+/// a name (of Linux's abstract sockets, which leave no file) that it holds until its end and for a
+/// second at least, in which those that come to the same text find it taken.
+class FirstToSay {
+ public:
+  FirstToSay(const Launch& launch, const std::string& text) {
+    const std::string name = fmt::format("agoq {} {} {} {:08x}", ::getuid(), ::getppid(),
+                                         launch.job.substr(0, 40), checksum(text.data(), text.size()));
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    name.copy(address.sun_path + 1, sizeof address.sun_path - 1);
+    socket_ = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    // Where it cannot be known, twice is better than never.
+    is_first_ = socket_ < 0 ||
+                ::bind(socket_, reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
+                errno != EADDRINUSE;
+  }
+  ~FirstToSay() {
+    if (is_first_) std::this_thread::sleep_until(start_ + std::chrono::seconds(1));
+    if (socket_ >= 0) ::close(socket_);
+  }
+  FirstToSay(const FirstToSay&) = delete;
+  FirstToSay& operator=(const FirstToSay&) = delete;
+  bool is_first() const { return is_first_; }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  int socket_ = -1;
+  bool is_first_ = true;
+};
+
 /// All ranks, by MPI. One that does not understand the launcher leaves each process alone, and all of
 /// them would train the same.
 std::unique_ptr<Communicator> mpi_world(const Launch& launch, double timeout_seconds) {
@@ -175,8 +216,13 @@ Launch launch_from_environment() {
 void alike_on_a_machine(const Launch& launch, const std::function<void()>& work) {
   try {
     work();
+  } catch (const AgreedError&) {
+    throw;
   } catch (const Error& error) {
-    if (launch.local_rank == 0) throw;
+    // Until the process ends, and with it what it prints.
+    static std::optional<FirstToSay> said;
+    said.emplace(launch, error.what());
+    if (said->is_first()) throw;
     throw AgreedError(error.kind(), "");
   }
 }

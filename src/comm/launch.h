@@ -44,9 +44,10 @@ bool launcher_forwards_output();
 /// so, and exit status 1: MPI waits for it without end.
 std::unique_ptr<Communicator> meet(const Launch& launch, const std::string& program, double seconds);
 
-/// Runs `work` where ranks cannot speak with each other and it comes out alike for all of one machine:
-/// when it throws Error, the machine's first rank throws the same and the others an AgreedError
-/// (comm/together.h) without text.
+/// Runs `work` where ranks cannot speak with each other, and what is wrong may be wrong for many of
+/// them: when it throws Error, the first process of a launch on this machine that comes to its text
+/// throws it, and lives for a second from then; the others throw an AgreedError (comm/together.h)
+/// without text.
 void alike_on_a_machine(const Launch& launch, const std::function<void()>& work);
 
 /// Of WorldOptions::timeout_seconds, the least: ranks on a busy machine are not held to be lost.

@@ -15,7 +15,6 @@
 #include <thread>
 
 #include "comm/deadline.h"
-#include "comm/together.h"
 #include "core/error.h"
 #include "core/temporary_folder.h"
 
@@ -171,26 +170,48 @@ TEST(Launch, RefusesTheLauncherOfAnotherMpi) {
   }
 }
 
-// Ranks of torchrun or srun, which cannot speak with each other yet: one line of each machine.
-TEST(Launch, TheFirstRankOfAMachineSpeaksForIt) {
-  Launch launch;
-  const auto text_of_rank = [&](int local_rank) -> std::string {
-    launch.local_rank = local_rank;
-    try {
-      alike_on_a_machine(launch, [] { fail_input("unknown key"); });
-    } catch (const AgreedError& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kInput);
-      return error.what();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kInput);
-      return error.what();
+/// What the ranks of a machine print that come to these texts, each in a process of its own, begun a
+/// tenth of a second after the one before it.
+std::string printed_by_ranks(const std::vector<std::string>& texts) {
+  const TemporaryFolder folder;
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (fork() != 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      continue;
     }
-    return "no error";
-  };
-  EXPECT_EQ(text_of_rank(0), "unknown key");
-  EXPECT_EQ(text_of_rank(1), "");
-  launch.local_rank = 1;
-  alike_on_a_machine(launch, [] {});
+    Launch launch;
+    launch.launcher = Launcher::kEnvironment;
+    launch.size = static_cast<int>(texts.size());
+    launch.rank = launch.local_rank = static_cast<int>(r);
+    try {
+      alike_on_a_machine(launch, [&] {
+        if (!texts[r].empty()) fail_input("{}", texts[r]);
+      });
+    } catch (const Error& error) {
+      std::ofstream(folder.path("printed"), std::ios::app)
+          << error.what() << (*error.what() ? "\n" : "");
+      std::exit(error.kind() == ErrorKind::kInput ? 2 : 1);
+    }
+    std::exit(0);
+  }
+  for (const std::string& text : texts) {
+    int status = 0;
+    wait(&status);
+    EXPECT_TRUE(WIFEXITED(status)) << text;
+  }
+  std::ifstream file(folder.path("printed"));
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// Ranks of torchrun or srun, which cannot speak with each other yet: one line of each machine, whichever
+// ranks of it have come to the error.
+TEST(Launch, WhatIsWrongForRanksOfAMachineIsSaidOnce) {
+  EXPECT_EQ(printed_by_ranks({"unknown key", "unknown key", "unknown key"}), "unknown key\n");
+  EXPECT_EQ(printed_by_ranks({"", "no such file", ""}), "no such file\n");
+  EXPECT_EQ(printed_by_ranks({"no GPU 0", "no GPU 1", "no GPU 0"}), "no GPU 0\nno GPU 1\n");
+  // What was said is forgotten with those who said it.
+  EXPECT_EQ(printed_by_ranks({"unknown key", "unknown key"}), "unknown key\n");
+  EXPECT_EQ(printed_by_ranks({"", ""}), "");
 }
 
 // The others may have been halted with it, or have ended because of it: what it would say is not so.
