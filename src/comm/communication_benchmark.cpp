@@ -7,6 +7,7 @@
 #include "comm/quantized_reduction.h"
 #include "core/error.h"
 #include "core/median.h"
+#include "core/quantity.h"
 
 namespace agoq {
 namespace {
@@ -385,9 +386,18 @@ std::vector<CommunicationTime> measure_communication(Communicator& ranks, Backen
   Arena planned_memory = Arena::measuring("gradients");
   Arena planned_workspace = Arena::measuring("workspace");
   Benchmark(ranks, backend, elements, options, planned_memory, planned_workspace).measure();
-  Arena memory("gradients", backend.allocator(), planned_memory.high_water());
-  Arena workspace("workspace", backend.allocator(), planned_workspace.high_water());
-  return Benchmark(ranks, backend, elements, options, memory, workspace).measure();
+  std::optional<Arena> memory, workspace;
+  try {
+    memory.emplace("gradients", backend.allocator(), planned_memory.high_water());
+    workspace.emplace("workspace", backend.allocator(), planned_workspace.high_water());
+  } catch (const Error& error) {
+    const auto bytes =
+        static_cast<std::int64_t>(planned_memory.high_water() + planned_workspace.high_water());
+    throw Error(error.kind(), fmt::format("{} of memory are needed on each rank to reduce {} gradients, "
+                                          "and are not there: choose fewer (--elements)",
+                                          format_bytes(bytes), format_count(elements)));
+  }
+  return Benchmark(ranks, backend, elements, options, *memory, *workspace).measure();
 }
 
 }  // namespace agoq

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "backend/profiled_backend.h"
 #include "comm/thread_ranks.h"
 
 namespace agoq {
@@ -68,6 +69,31 @@ TEST(CommunicationBenchmark, RefusesASumThatIsNotTheSum) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+TEST(CommunicationBenchmark, SaysWhatToDoWhereMemoryIsShort) {
+  struct Full : Allocator {
+    std::byte* allocate(std::size_t) override { fail("no memory: choose a smaller micro-batch"); }
+    void release(std::byte*, std::size_t) override {}
+  };
+  struct FullBackend : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    Allocator& allocator() override { return full; }
+    Full full;
+  };
+  on_ranks(2, [](Communicator& ranks) {
+    FullBackend backend(cpu_backend());
+    try {
+      measure_communication(ranks, backend, 16 * kBenchmarkWidth, {.repetitions = 1});
+      ADD_FAILURE() << "measured in no memory";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what())
+                    .find("to reduce 65,536 gradients, and are not there: choose "
+                          "fewer (--elements)"),
+                std::string::npos)
+          << error.what();
+    }
+  });
 }
 
 TEST(CommunicationBenchmark, RefusesOneRankAndRowsThatAreNotWhole) {
