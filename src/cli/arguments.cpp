@@ -48,8 +48,10 @@ int report(std::string text, int status) {
   return status;
 }
 
-// CLI11 would make of an integer beyond 64 bits the nearest that fits.
-bool read_integer(const std::string& text, std::int64_t& value) {
+// CLI11 would make of an integer beyond 64 bits the nearest that fits, and does not say what it
+// expected.
+template <typename Number>
+bool read_number(const std::string& text, Number& value) {
   const char* end = text.data() + text.size();
   const auto [last, error] = std::from_chars(text.data(), end, value);
   return error == std::errc() && last == end;
@@ -145,18 +147,25 @@ void Arguments::option(const std::string& name, const std::string& placeholder,
 void Arguments::option(const std::string& name, const std::string& placeholder, std::int64_t& value,
                        const std::string& description) {
   app_.add_option_function<std::string>(
-          name, [&value](const std::string& given) { read_integer(given, value); }, description)
+          name, [&value](const std::string& given) { read_number(given, value); }, description)
       ->option_text(fmt::format("{} [{}]", placeholder, value))
       ->check([](const std::string& given) {
         std::int64_t ignored = 0;
-        return read_integer(given, ignored)
+        return read_number(given, ignored)
                    ? std::string()
                    : fmt::format("an integer of at most 64 bits was expected, '{}' was given", given);
       });
 }
 void Arguments::option(const std::string& name, const std::string& placeholder, double& value,
                        const std::string& description) {
-  app_.add_option(name, value, description)->option_text(fmt::format("{} [{}]", placeholder, value));
+  app_.add_option_function<std::string>(
+          name, [&value](const std::string& given) { read_number(given, value); }, description)
+      ->option_text(fmt::format("{} [{}]", placeholder, value))
+      ->check([](const std::string& given) {
+        double ignored = 0;
+        return read_number(given, ignored) ? std::string()
+                                           : fmt::format("a number was expected, '{}' was given", given);
+      });
 }
 void Arguments::option(const std::string& name, const std::string& placeholder,
                        std::vector<std::string>& values, const std::string& description) {

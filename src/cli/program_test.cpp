@@ -91,6 +91,9 @@ TEST(Program, EchoesWhatWasWrittenAndNamesPathsItCannotUse) {
   expect_bad_input("generate run --seed=-" + huge, "'-" + huge + "' was given");
   expect_bad_input("generate run --seed -1", "--seed must not be negative; -1 was given");
   expect_bad_input("generate run --tokens 1e3", "'1e3' was given");
+  expect_bad_input("bench comm --timeout 3s", "--timeout: a number was expected, '3s' was given");
+  expect_bad_input("generate run --temperature warm",
+                   "--temperature: a number was expected, 'warm' was");
   expect_bad_input("bench kernels --tokens 9223372036854775807", "--tokens is at most 134217728");
   expect_bad_input("bench step run.toml --steps 0", "--steps is from 1 to 1000; 0 was given");
   const std::string long_name(5000, 'x');
