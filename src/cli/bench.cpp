@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ constexpr std::int64_t kMostElements = std::int64_t{1} << 36;
 
 struct BenchArguments {
   std::vector<std::string> what;  // "kernels", "comm", or "step" and a configuration
-  std::string device = "cpu";
+  std::optional<std::string> device;
   std::vector<std::string> settings;
   std::string operation;
   std::int64_t tokens = 0;
@@ -53,6 +54,39 @@ struct BenchArguments {
   double timeout = WorldOptions{}.timeout_seconds;
   bool json = false;
 };
+
+/// Refuses the options that only other measurements have: without effect, they would be taken for
+/// heeded.
+void refuse_options_of_others(const BenchArguments& given) {
+  const std::string& what = given.what.front();
+  const BenchArguments usual;
+  const auto refuse = [&](bool is_given, const char* option, const char* of, const char* advice = "") {
+    check_input(!is_given, "{} is an option of agoq bench {}, and 'agoq bench {}' was given{}", option,
+                of, what, advice);
+  };
+  if (what != "kernels") {
+    refuse(!given.operation.empty(), "--operation", "kernels");
+    refuse(given.tokens != usual.tokens, "--tokens", "kernels");
+  }
+  if (what != "step") {
+    refuse(!given.settings.empty(), "--set", "step");
+    refuse(given.steps != usual.steps, "--steps", "step");
+    refuse(given.warmup != usual.warmup, "--warmup", "step");
+  }
+  if (what != "comm") {
+    refuse(given.elements != usual.elements, "--elements", "comm");
+    refuse(given.bucket != usual.bucket, "--bucket", "comm");
+    refuse(given.repetitions != usual.repetitions, "--repetitions", "comm");
+    refuse(given.nccl_max_ctas != usual.nccl_max_ctas, "--nccl-max-ctas", "comm");
+    refuse(given.no_peer_copies, "--no-peer-copies", "comm");
+    refuse(given.timeout != usual.timeout, "--timeout", "comm");
+    refuse(given.rendezvous != usual.rendezvous, "--rendezvous", "comm");
+  }
+  if (what == "step") {
+    refuse(given.device.has_value(), "--device", "kernels and comm",
+           ": its device is a setting, --set run.device=cuda");
+  }
+}
 
 double share_of_copy(const KernelTime& kernel) {
   return kernel.bytes_per_second() / kernel.copy_bytes_per_second;
@@ -128,11 +162,13 @@ void print_json(const Backend& backend, const KernelSizes& sizes, const std::vec
 }
 
 void bench_kernels(const BenchArguments& arguments) {
-  const bool cuda = arguments.device == "cuda";
+  refuse_options_of_others(arguments);
+  const std::string device = arguments.device.value_or("cpu");
+  const bool cuda = device == "cuda";
   check_input(arguments.tokens >= 0, "--tokens is at least 1; {} was given", arguments.tokens);
   check_input(arguments.tokens <= kMostTokens, "--tokens is at most {}; {} was given", kMostTokens,
               arguments.tokens);
-  Backend& backend = backend_named(arguments.device);
+  Backend& backend = backend_named(device);
   KernelSizes sizes;
   sizes.tokens = arguments.tokens != 0 ? arguments.tokens : cuda ? kDeviceTokens : kHostTokens;
   // With few tokens the embedding's rows would take most of the time to draw and are not touched.
@@ -197,6 +233,7 @@ constexpr const char* kAdvice = "start the measurement again";
 void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
   RunConfig config;
   ranks.together([&] {
+    refuse_options_of_others(arguments);
     check_input(1 <= arguments.steps && arguments.steps <= kMostSteps,
                 "--steps is from 1 to {}; {} was given", kMostSteps, arguments.steps);
     check_input(0 <= arguments.warmup && arguments.warmup <= kMostSteps,
@@ -300,6 +337,7 @@ void bench_comm(const BenchArguments& arguments, ProcessRanks& ranks) {
   BackendKind device = BackendKind::kCpu;
   std::vector<std::int64_t> sizes{arguments.elements};
   ranks.together([&] {
+    refuse_options_of_others(arguments);
     check_input(0 <= arguments.elements && arguments.elements <= kMostElements,
                 "--elements is a multiple of {} up to {}, or 0 for the usual sizes; {} was given",
                 kBenchmarkWidth, kMostElements, arguments.elements);
@@ -311,7 +349,7 @@ void bench_comm(const BenchArguments& arguments, ProcessRanks& ranks) {
     check_input(kShortestTimeout <= arguments.timeout && arguments.timeout <= kLongestTimeout,
                 "--timeout is from {:g} to {:.0f} s; {} was given", kShortestTimeout, kLongestTimeout,
                 arguments.timeout);
-    device = device_named(arguments.device);
+    device = device_named(arguments.device.value_or("cpu"));
     if (arguments.elements == 0) {
       sizes.assign(std::begin(kReducedElements), device == BackendKind::kCuda
                                                      ? std::end(kReducedElements)
@@ -383,7 +421,8 @@ Action declare_bench(Arguments& arguments) {
       "kernels: every memory-bound operation against a plain copy, at the sizes of "
       "LLaMA3-8B; step CONFIG: training steps on random tokens; comm: gradients reduced "
       "over the ranks that a launcher has started");
-  arguments.option("--device", "DEVICE", given->device, "kernels, comm: cpu or cuda");
+  arguments.option("--device", "DEVICE", given->device,
+                   "kernels, comm: cpu, which it is otherwise, or cuda");
   arguments.option("--operation", "NAME", given->operation, "kernels: this one alone, beside the copy");
   arguments.option("--tokens", "N", given->tokens, "kernels: tokens; 0: 16,384 on cuda, 256 on cpu");
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");

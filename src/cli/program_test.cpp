@@ -192,6 +192,15 @@ TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   expect_bad_input("bench step /nowhere.toml", "/nowhere.toml");
   expect_bad_input("bench kernels --device gpu", "--device is cpu or cuda; 'gpu' was given");
   expect_bad_input("bench kernels --tokens -1", "--tokens is at least 1");
+  const std::string step = std::string("bench step ") + AGOQ_EXAMPLES + "/quickstart.toml ";
+  expect_bad_input(
+      step + "--device cuda",
+      "--device is an option of agoq bench kernels and comm, and 'agoq bench step' was given: "
+      "its device is a setting, --set run.device=cuda");
+  expect_bad_input(step + "--elements 4096", "--elements is an option of agoq bench comm, and");
+  expect_bad_input("bench comm --set run.device=cuda", "--set is an option of agoq bench step, and");
+  expect_bad_input("bench comm --tokens 5", "--tokens is an option of agoq bench kernels, and");
+  expect_bad_input("bench kernels --no-peer-copies", "--no-peer-copies is an option of agoq bench comm");
   expect_bad_input("bench comm", "and there is one: start several");
   expect_bad_input("bench comm --elements -1", "--elements is a multiple of 4096 up to");
   expect_bad_input("bench comm --repetitions 0", "--repetitions is from 1 to 1000; 0 was given");
