@@ -143,6 +143,21 @@ class RankProcesses {
   pid_t mpirun_ = 0;
 };
 
+/// The program, whose process lives and comes to no end of that call (hanging_mpi.cpp).
+std::string hanging_in(const std::string& call, const std::string& more = "") {
+  return fmt::format("env AGOQ_MPI_MODULE={} AGOQ_TEST_HANG='{}' {} {}", AGOQ_HANGING_MPI, call, more,
+                     AGOQ_PROGRAM);
+}
+
+/// When a rank gets a signal.
+struct Moment {
+  std::string activity;  // of the rank, as a regular expression
+  std::function<bool(const fs::path& run)> has_come = {};
+  /// Or in a call of MPI's, the first behind which the run directory holds `when`.
+  std::string call = {};
+  std::string when = {};
+};
+
 struct StepMetrics {
   int step = 0;
   double loss = 0;
@@ -171,7 +186,7 @@ class RankFailures : public testing::Test {
                                             fmt::format("train.steps={}", kSteps),
                                             "optimizer.warmup_steps=2",
                                             "train.micro_batches=6",
-                                            "train.micro_batch=1",
+                                            "train.micro_batch=2",
                                             "train.sequence=64",
                                             "train.validate_every=0",
                                             "train.validation_batches=1",
@@ -206,17 +221,33 @@ class RankFailures : public testing::Test {
     return found;
   }
 
-  /// Sends rank `rank` of three a signal when `is_time` says so; then all end, a line names it, and the
-  /// run resumes to what an uninterrupted one comes to.
-  void expect_survived(int rank, int signal, const std::function<bool(const fs::path& run)>& is_time) {
-    SCOPED_TRACE(fmt::format("rank {} gets signal {}", rank, signal));
-    fs::remove_all(folder_.path("run"));
+  /// Sends rank `rank` of three a signal at that moment; then all end, a line names it, and the run
+  /// resumes to what an uninterrupted one comes to.
+  void expect_survived(int rank, int signal, const Moment& moment) {
+    SCOPED_TRACE(fmt::format("rank {} gets signal {} in {}", rank, signal, moment.activity));
+    const fs::path run = folder_.path("run"), hangs = folder_.path("hangs");
+    fs::remove_all(run);
+    fs::remove(hangs);
+    std::string program = AGOQ_PROGRAM;
+    if (!moment.call.empty()) {
+      program = hanging_in(moment.call, fmt::format("AGOQ_TEST_HANG_WHEN={}/{} AGOQ_TEST_HANGS={}",
+                                                    run.string(), moment.when, hangs.string()));
+    }
     {
-      RankProcesses processes({{3, arguments("run")}});
+      std::vector<RankGroup> groups;
+      for (int r = 0; r < 3; ++r) {
+        groups.push_back({1, arguments("run"), r == rank ? program : AGOQ_PROGRAM});
+      }
+      RankProcesses processes(groups);
       const Clock::time_point start = Clock::now();
-      while (!is_time(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
+      const auto has_come = [&] {
+        return moment.call.empty() ? moment.has_come(run) : fs::exists(hangs);
+      };
+      while (!has_come() && seconds_since(start) < 60) sleep_a_little();
       const pid_t pid = processes.pid(rank);
       ASSERT_NE(pid, 0) << processes.error();
+      // The others have heard what it does.
+      if (!moment.call.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(500));
       ASSERT_EQ(kill(pid, signal), 0);
       const Clock::time_point sent = Clock::now();
       const std::optional<int> status = processes.wait(kTimeout + kMargin);
@@ -226,8 +257,8 @@ class RankFailures : public testing::Test {
       const std::string error = processes.error();
       const std::regex line(
           fmt::format("(^|\n)agoq: rank {} of 3 \\(host [^ ]+, pid {}\\) [^\n]*(is gone|no sign of "
-                      "life)[^\n]*, last in [^\n]*; all ranks end: [^\n]*--resume",
-                      rank, pid));
+                      "life)[^\n]*, last in {}; all ranks end: [^\n]*--resume",
+                      rank, pid, moment.activity));
       EXPECT_TRUE(std::regex_search(error, line)) << error;
       EXPECT_EQ(processes.lines().size(), 1u) << error;
     }
@@ -245,28 +276,32 @@ class RankFailures : public testing::Test {
   TemporaryFolder folder_;
 };
 
-/// While steps are computed and gradients exchanged.
-bool in_a_step(const fs::path& run) {
-  const std::string metrics = read_file(run / "metrics.jsonl");
-  return std::count(metrics.begin(), metrics.end(), '\n') >= 9;
-}
-bool in_a_save(const fs::path& run) {
-  std::error_code error;
-  return fs::exists(run / "checkpoints" / ".step-10.tmp", error);
-}
+/// Somewhere in a step.
+const Moment in_a_step{"[^\n]*", [](const fs::path& run) {
+                         const std::string metrics = read_file(run / "metrics.jsonl");
+                         return std::count(metrics.begin(), metrics.end(), '\n') >= 9;
+                       }};
+/// While the others have sent their pieces of the gradients and wait for this rank's.
+const Moment in_the_all_to_all{
+    "(forward and backward|the exchange of gradients and the update) of step 9",
+    {},
+    "MPI_Isend",
+    "checkpoints/step-8"};
+/// While the others have written their parts, or are about to.
+const Moment in_a_save{"saving step 10", {}, "MPI_Iallgather", "checkpoints/.step-10.tmp"};
 
 TEST_F(RankFailures, AKilledRankEndsAll) {
   run_straight();
-  expect_survived(1, SIGKILL, in_a_step);
-  expect_survived(2, SIGKILL, in_a_save);
   expect_survived(0, SIGKILL, in_a_step);
+  expect_survived(1, SIGKILL, in_the_all_to_all);
+  expect_survived(2, SIGKILL, in_a_save);
 }
 
 TEST_F(RankFailures, AStoppedRankEndsAll) {
   run_straight();
-  expect_survived(2, SIGSTOP, in_a_step);
-  expect_survived(1, SIGSTOP, in_a_save);
   expect_survived(0, SIGSTOP, in_a_step);
+  expect_survived(2, SIGSTOP, in_the_all_to_all);
+  expect_survived(1, SIGSTOP, in_a_save);
 }
 
 // With nothing quantised it is the order of sums alone that the number of ranks changes; and the
@@ -491,12 +526,6 @@ TEST_F(RankFailures, ARankThatDoesNotMeetTheOthersIsNotWaitedForWithoutEnd) {
   }
 }
 
-/// The program, whose process lives and comes to no end of that call.
-std::string hanging_in(const std::string& call) {
-  return fmt::format("env AGOQ_MPI_MODULE={} AGOQ_TEST_HANG='{}' {}", AGOQ_HANGING_MPI, call,
-                     AGOQ_PROGRAM);
-}
-
 // Nothing watches the ranks yet: while they tell of bad input, and of what they do, and take their
 // devices, for which GPUs have two minutes more.
 TEST_F(RankFailures, ARankThatHangsBeforeTheRunIsNotWaitedForWithoutEnd) {
@@ -537,7 +566,7 @@ TEST_F(RankFailures, ARankThatHangsAtItsEndIsNotWaitedForWithoutEnd) {
 TEST_F(RankFailures, ARankThatDoesNotComeIsNamedFirst) {
   RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
   const Clock::time_point start = Clock::now();
-  while (!in_a_step(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
+  while (!in_a_step.has_come(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
   const pid_t pid = processes.pid(1);
   ASSERT_NE(pid, 0) << processes.error();
   // Stops the main thread alone.
