@@ -304,8 +304,8 @@ TEST_F(RankFailures, AStoppedRankEndsAll) {
   expect_survived(1, SIGSTOP, in_a_save);
 }
 
-// With nothing quantised it is the order of sums alone that the number of ranks changes; and the
-// learning rate is the same whatever train.steps is.
+// With nothing quantised it is the order of sums alone that the number of ranks changes, and that of
+// sequences to a micro-batch; and the learning rate is the same whatever train.steps is.
 TEST_F(RankFailures, AnotherNumberOfRanksGoesOn) {
   std::string settings;
   for (const char* setting :
@@ -313,11 +313,16 @@ TEST_F(RankFailures, AnotherNumberOfRanksGoesOn) {
         "optimizer.moments_8bit=false", "optimizer.final_fraction=1"}) {
     settings += fmt::format("--set {} ", setting);
   }
-  RankProcesses straight({{3, arguments("straight", settings)}});
+  const auto cut = [&](int micro_batches, int sequences) {
+    return fmt::format("{} --set train.micro_batches={} --set train.micro_batch={}", settings,
+                       micro_batches, sequences);
+  };
+  RankProcesses straight({{3, arguments("straight", cut(5, 2))}});
   ASSERT_EQ(straight.wait(120), 0) << straight.error();
+  settings = cut(10, 1);
   // The state after 6 steps of three ranks, read and written by two, one and four: the optimizer's share
   // changes hands.
-  settings += "--set parallel.shard_optimizer=true ";
+  settings += " --set parallel.shard_optimizer=true ";
   for (const auto& [ranks, steps] : {std::pair{3, 6}, {2, 10}, {1, 12}, {4, kSteps}}) {
     RankProcesses others({{ranks, arguments("run", fmt::format("{} {} --set train.steps={}", settings,
                                                                ranks == 3 ? "" : "--resume", steps))}});
