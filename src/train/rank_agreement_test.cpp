@@ -71,6 +71,29 @@ TEST(RankAgreement, NamesTheSettingBothValuesAndTheRanks) {
                  ", and 1 more difference;");
 }
 
+TEST(RankAgreement, ComparesTheLibraryBetweenTheRanks) {
+  struct Updated : testing_comm::ThreadRank {
+    using ThreadRank::ThreadRank;
+    std::string description() const override { return rank() == 1 ? "newer threads" : "threads"; }
+  };
+  testing_comm::Board board(3);
+  std::vector<std::string> texts(3, "agreed");
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      Updated ranks(board, rank);
+      try {
+        expect_agreement(ranks, facts_of_run(ranks, RunConfig{}, RunStart::kNew));
+      } catch (const Error& error) {
+        texts[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  expect_refused(texts,
+                 "the library between the ranks is threads on rank 0 and newer threads on rank 1");
+}
+
 TEST(RankAgreement, ComparesHowTheRunStarts) {
   expect_refused(outcomes(2,
                           [](Communicator& ranks) {
