@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -16,6 +17,7 @@
 
 #include "comm/deadline.h"
 #include "core/error.h"
+#include "core/stop_signals.h"
 #include "core/temporary_folder.h"
 
 namespace agoq {
@@ -248,6 +250,34 @@ TEST(Deadline, BeginsAnewBehindAHalt) {
   EXPECT_EQ(printed,
             "agoq: rank 0 of 2 has waited 3 s for all others to come, and not all of them have: one has "
             "ended before or hangs; start again\n");
+}
+
+// A launcher ends the ranks behind one that has spoken, and may leave them longer than their turn is.
+TEST(Deadline, SaysNothingWhereARankBeforeItHasAndTheLauncherAsksItToStop) {
+  for (const int rank : {0, 1}) {
+    const TemporaryFolder folder;
+    const pid_t pid = fork();
+    if (pid == 0) {
+      [[maybe_unused]] FILE* const stream = freopen(folder.path("stderr").c_str(), "a", stderr);
+      const StopSignals signals;
+      Launch launch;
+      launch.size = 2;
+      launch.rank = rank;
+      const Deadline deadline(launch, 1, "come", "start again");
+      std::ofstream(folder.path("waits")).close();
+      for (;;) ::pause();
+    }
+    while (!std::filesystem::exists(folder.path("waits"))) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    kill(pid, SIGTERM);
+    int status = 0;
+    waitpid(pid, &status, 0);
+    EXPECT_EQ(WEXITSTATUS(status), 1);
+    std::ifstream file(folder.path("stderr"));
+    const std::string printed{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    EXPECT_EQ(printed.empty(), rank == 1) << printed;
+  }
 }
 
 }  // namespace
