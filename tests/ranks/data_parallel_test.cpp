@@ -292,6 +292,64 @@ TEST(DataParallel, LargeGradientsOfAllRanksStayFinite) {
   expect_same_on_all_ranks(bytes_of(of.gradients.gradient(0).codes, 16 * 256));
 }
 
+// Every rank knows what all have, and sums it by itself on the CPU: whatever carries the pieces, MPI,
+// NCCL or copies, and whatever adds them, the bytes are these.
+TEST(DataParallel, TheSumHasTheBytesOfTheCpusOnEveryTransport) {
+  const auto values_of = [](int rank) {
+    std::vector<float> values(16 * 256);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      // Blocks of different sizes, one of zeros.
+      const std::size_t block = i / 128;
+      const float scale = block == 5 ? 0 : std::ldexp(1.0f, static_cast<int>(block) - 16);
+      const std::size_t number = static_cast<std::size_t>(rank) * values.size() + i;
+      values[i] = scale * static_cast<float>(random_normal({.seed = 11}, number));
+    }
+    return values;
+  };
+  for (const Code code : {Code::kE4m3, Code::kE5m2, Code::kInt8, Code::kDynamic8}) {
+    QuantFormat format = kE4m3;
+    format.code = code;
+    SCOPED_TRACE(format.to_string());
+    Arena memory("expected", host_allocator(), std::size_t{4} << 20);
+    Arena workspace("workspace", host_allocator(), std::size_t{4} << 20);
+    const Context cpu{cpu_backend(), {}, workspace, {}};
+    const BlockGrid grid{16, 256, 1};
+    std::vector<QuantTensor> pieces;
+    for (int rank = 0; rank < ranks().size(); ++rank) {
+      const Arena::Scope scope(workspace);
+      const std::vector<float> values = values_of(rank);
+      const Tensor x = workspace.take(ElementType::kFp32, Shape{16, 256});
+      cpu_backend().upload(cpu, values.data(), x.data, x.bytes());
+      pieces.push_back(take(memory, format, grid));
+      cpu_backend().quantize(cpu, x, pieces.back(), {}, {});
+    }
+    // One rank's gradients are not summed, nor rounded again.
+    QuantTensor expected = pieces.front();
+    if (ranks().size() > 1) {
+      expected = take(memory, format, grid);
+      const Tensor counters = memory.take(ElementType::kInt64, Shape{1, kQuantCounters});
+      cpu_backend().zero(cpu, counters.data, counters.bytes());
+      cpu_backend().add_pieces(cpu, pieces, expected, {}, counters);
+    }
+    const RowBytes bytes = row_bytes(format, grid);
+    const auto planes = [&](Backend& backend, const QuantTensor& tensor) {
+      std::string text(static_cast<std::size_t>(16 * (bytes.codes + bytes.scales)), '\0');
+      const auto codes = static_cast<std::size_t>(16 * bytes.codes);
+      const Context context{backend, {}, workspace, {}};
+      backend.read(context, tensor.codes, text.data(), codes);
+      backend.read(context, tensor.scales, text.data() + codes, text.size() - codes);
+      return text;
+    };
+    for (const bool overlap : {true, false}) {
+      Gradients of(format, ranks(), {.overlap = overlap});
+      of.add(values_of(ranks().rank()));
+      of.reducer.finish(rank_context());
+      EXPECT_TRUE(planes(rank_backend(), of.gradients.gradient(0)) == planes(cpu_backend(), expected))
+          << "overlap " << overlap;
+    }
+  }
+}
+
 // The control: FP8 sums under one scale. What the method keeps is lost here, at the top and at the
 // bottom.
 TEST(DataParallel, TheNaiveSumSaturatesAndLosesSmallGradients) {
