@@ -226,7 +226,8 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   };
 
   const auto is_stopped = [&] { return StopSignals::any() || !progress.failure().empty(); };
-  // All ranks stop after the same step: a signal may reach them at different times.
+  // All ranks stop after the same step, or micro-batch of a validation: a signal may reach them at
+  // different times, or one of them alone.
   const auto any_is_stopped = [&] {
     bool any = false;
     for (const char stopped : ranks.gather_values<char>(is_stopped() ? 1 : 0)) any = any || stopped != 0;
@@ -236,7 +237,7 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
   const auto validate_step = [&] {
     watch.doing("the validation after step {}", trainer.step());
     const std::optional<ValidationResult> validation =
-        validate(trainer, ranks, data, config, config.run.validation_batches, batch, is_stopped);
+        validate(trainer, ranks, data, config, config.run.validation_batches, batch, any_is_stopped);
     if (!validation) return false;
     summary.validation_loss = validation->loss;
     if (!leads) return true;

@@ -19,7 +19,8 @@ struct ValidationResult {
 
 /// Over the first `batches` micro-batches of the validation pass, or all of it if 0, shared out among
 /// `ranks`. Evaluator has `double evaluate(const HostBatch&)`: the sum of weighted token losses. Nothing
-/// when is_stopped(), asked before each micro-batch, says so on any rank. Collective.
+/// when is_stopped(), which all ranks ask together before each of their micro-batches, says so: the same
+/// to all, since one that went on would be waited for until it is late. Collective.
 template <typename Evaluator, typename IsStopped>
 std::optional<ValidationResult> validate(Evaluator& evaluator, Communicator& ranks, const Dataset& data,
                                          const RunConfig& config, std::int64_t batches, HostBatch& batch,
@@ -31,12 +32,12 @@ std::optional<ValidationResult> validate(Evaluator& evaluator, Communicator& ran
   struct OfRank {
     double sum = 0;
     std::int64_t tokens = 0;
-    bool stopped = false;
   };
   OfRank own;
-  for (std::int64_t b = ranks.rank(); b < count; b += ranks.size()) {
-    own.stopped = is_stopped();
-    if (own.stopped) break;
+  for (std::int64_t first = 0; first < count; first += ranks.size()) {
+    if (is_stopped()) return std::nullopt;
+    const std::int64_t b = first + ranks.rank();
+    if (b >= count) continue;
     data.fill(Split::kValidation, config.data.seed, b * per_batch, per_batch, config.run.sequence,
               batch);
     own.sum += evaluator.evaluate(batch);
@@ -44,13 +45,10 @@ std::optional<ValidationResult> validate(Evaluator& evaluator, Communicator& ran
   }
   ValidationResult result;
   double sum = 0;
-  bool stopped = false;
   for (const OfRank& of : ranks.gather_values(own)) {
     sum += of.sum;
     result.tokens += of.tokens;
-    stopped = stopped || of.stopped;
   }
-  if (stopped) return std::nullopt;
   check_input(result.tokens > 0, "the validation documents hold no target: add text");
   result.loss = sum / static_cast<double>(result.tokens);
   check(std::isfinite(result.loss),

@@ -698,6 +698,32 @@ TEST_F(RankFailures, ASignalToARankBeforeItsFirstStepSavesTheRun) {
   expect_saved("late", [&](const RankProcesses&) { return fs::exists(folder_.path("late/run.lock")); });
 }
 
+// The others end theirs too, and are not late.
+TEST_F(RankFailures, ASignalToARankInALongValidationSavesTheRun) {
+  std::string text;
+  for (int i = 0; i < 40'000; ++i) text += fmt::format("{} squared is {}. ", i, std::int64_t{i} * i);
+  for (int d = 0; d < 3; ++d) folder_.write(fmt::format("long/{}.txt", d), text);
+  const std::string settings =
+      arguments("run", fmt::format("--overwrite --set data.paths={} --set train.steps=2 --set "
+                                   "train.validation_batches=0 --set parallel.timeout_seconds=1",
+                                   folder_.path("long")));
+  for (const int rank : {0, 1}) {
+    SCOPED_TRACE(rank);
+    fs::remove_all(folder_.path("run"));
+    RankProcesses processes({{2, settings}});
+    const Clock::time_point start = Clock::now();
+    while (metrics_of("run").size() < 2 && seconds_since(start) < 60) sleep_a_little();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const pid_t pid = processes.pid(rank);
+    ASSERT_NE(pid, 0) << processes.error();
+    ASSERT_EQ(kill(pid, SIGTERM), 0);
+    EXPECT_EQ(processes.wait(20), 0) << processes.error();
+    EXPECT_EQ(processes.lines().size(), 0u) << processes.error();
+    EXPECT_NE(processes.out().find("\"stopped\": true"), std::string::npos) << processes.out();
+    EXPECT_TRUE(fs::exists(folder_.path("run") + "/checkpoints/step-2/manifest.json"));
+  }
+}
+
 // Where MPI does not understand the launcher every process is alone with it, and would train by itself.
 TEST_F(RankFailures, AnMpiThatKnowsOfFewerRanksThanWereLaunchedIsToldSo) {
   TemporaryFolder folder;
