@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "comm/together.h"
 #include "train/rank_counts.h"
 
 namespace agoq {
@@ -51,6 +52,7 @@ std::string NonFiniteSteps::origin(std::int64_t first_sequence, HostBatch& batch
       found = fmt::format("the first tensor with NaN or Inf is {}, in micro-batch {}", *first, m + 1);
     }
   }
+  const Patience patience(trainer_.ranks());  // one may look through all of its micro-batches
   const std::vector<std::string> of_ranks = trainer_.ranks().gather_texts(found);
   for (std::size_t r = 0; r < of_ranks.size(); ++r) {
     if (!of_ranks[r].empty()) return of_ranks[r] + of_rank(trainer_.ranks(), static_cast<int>(r));
