@@ -311,44 +311,40 @@ TEST_P(UpdateFromPieces, GivesTheCpusBytes) {
       {ElementType::kBf16, MasterKind::kFp32},
       {ElementType::kBf16, MasterKind::kRemainder}};
   const auto& [grid, count] = GetParam();
-  {
-    for (const auto& [type, master_kind] : helds) {
-      Pair pair(std::size_t{32} << 20);
-      const Shape shape{grid.rows, grid.row_length};
-      const QuantTwin first = pair.quant(first_format, grid), second = pair.quant(second_format, grid);
-      const Twin weight = pair.random(type, shape);
-      Twin master;
-      if (master_kind == MasterKind::kFp32) master = pair.random(ElementType::kFp32, shape);
-      if (master_kind == MasterKind::kRemainder) {
-        master = pair.empty(ElementType::kInt16, shape);
-        std::memset(master.cpu.data, 0, master.cpu.bytes());
-        pair.upload(master);
-      }
-      AdamwStep step{.master = master_kind, .learning_rate = 1e-2, .weight_decay = 0.1};
-      step.gradient_scale = 0.25;
-      for (step.step = 1; step.step <= 2; ++step.step) {
-        const Pieces pieces = random_pieces(pair, kE4m3, grid, count);
-        pair.cpu.backend.adamw_update_pieces(
-            pair.cpu, pieces.cpu, {weight.cpu, master.cpu, {}, first.cpu, second.cpu}, step, pair.key());
-        pair.cuda.backend.adamw_update_pieces(pair.cuda, pieces.cuda,
-                                              {weight.cuda, master.cuda, {}, first.cuda, second.cuda},
-                                              step, pair.key());
-      }
-      const auto what = [&] {
-        return fmt::format("[{}, {}] in {} segments, {} pieces, {}, master {}", grid.rows,
-                           grid.row_length, grid.segments, count, name_of(type),
-                           static_cast<int>(master_kind));
-      };
-      EXPECT_EQ(pair.differing_bytes(first), 0) << what();
-      EXPECT_EQ(pair.differing_bytes(second), 0) << what();
-      EXPECT_EQ(pair.values(weight.cuda), testing_operations::Bench::get(weight.cpu)) << what();
-      if (master.cpu) {
-        std::vector<std::byte> bytes(master.cuda.bytes());
-        pair.cuda.backend.read(pair.cuda, master.cuda.data, bytes.data(), bytes.size());
-        EXPECT_EQ(std::memcmp(bytes.data(), master.cpu.data, bytes.size()), 0) << what();
-      }
-      if (testing::Test::HasFailure()) return;
+  for (const auto& [type, master_kind] : helds) {
+    Pair pair(std::size_t{32} << 20);
+    const Shape shape{grid.rows, grid.row_length};
+    const QuantTwin first = pair.quant(first_format, grid), second = pair.quant(second_format, grid);
+    const Twin weight = pair.random(type, shape);
+    Twin master;
+    if (master_kind == MasterKind::kFp32) master = pair.random(ElementType::kFp32, shape);
+    if (master_kind == MasterKind::kRemainder) {
+      master = pair.empty(ElementType::kInt16, shape);
+      std::memset(master.cpu.data, 0, master.cpu.bytes());
+      pair.upload(master);
     }
+    AdamwStep step{.master = master_kind, .learning_rate = 1e-2, .weight_decay = 0.1};
+    step.gradient_scale = 0.25;
+    for (step.step = 1; step.step <= 2; ++step.step) {
+      const Pieces pieces = random_pieces(pair, kE4m3, grid, count);
+      pair.cpu.backend.adamw_update_pieces(
+          pair.cpu, pieces.cpu, {weight.cpu, master.cpu, {}, first.cpu, second.cpu}, step, pair.key());
+      pair.cuda.backend.adamw_update_pieces(pair.cuda, pieces.cuda,
+                                            {weight.cuda, master.cuda, {}, first.cuda, second.cuda},
+                                            step, pair.key());
+    }
+    const std::string what =
+        fmt::format("[{}, {}] in {} segments, {} pieces, {}, master {}", grid.rows, grid.row_length,
+                    grid.segments, count, name_of(type), static_cast<int>(master_kind));
+    EXPECT_EQ(pair.differing_bytes(first), 0) << what;
+    EXPECT_EQ(pair.differing_bytes(second), 0) << what;
+    EXPECT_EQ(pair.values(weight.cuda), testing_operations::Bench::get(weight.cpu)) << what;
+    if (master.cpu) {
+      std::vector<std::byte> bytes(master.cuda.bytes());
+      pair.cuda.backend.read(pair.cuda, master.cuda.data, bytes.data(), bytes.size());
+      EXPECT_EQ(std::memcmp(bytes.data(), master.cpu.data, bytes.size()), 0) << what;
+    }
+    if (testing::Test::HasFailure()) return;
   }
 }
 // Segments of whole blocks of moments; with half blocks, shorter ones and less than a block; not of

@@ -161,11 +161,11 @@ class Processes {
 using Statuses = std::vector<std::optional<int>>;
 
 constexpr double kTimeout = 3;
-const RankWatchOptions watch_options{kTimeout, "resume"};
+const RankWatchOptions kWatchOptions{kTimeout, "resume"};
 
 /// Watches, and computes without end.
 void compute(Communicator& group) {
-  RankWatch watch(group, watch_options);
+  RankWatch watch(group, kWatchOptions);
   watch.doing("forward of step {}", 10 + group.rank());
   for (;;) pause();
 }
@@ -261,7 +261,7 @@ TEST(RankWatch, WithoutTheDeputyOthersSayThatRank0IsGone) {
 TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
   for (const int failing : {0, 2}) {
     Processes processes(3, [failing](Communicator& group) {
-      RankWatch watch(group, watch_options);
+      RankWatch watch(group, kWatchOptions);
       watch.doing("saving step 10");
       if (group.rank() != failing) compute(group);
       sleep(0.5);
@@ -275,7 +275,7 @@ TEST(RankWatch, EndsAllRanksWithTheFailureOfOne) {
 
 TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
   Processes processes(4, [](Communicator& group) {
-    RankWatch watch(group, watch_options);
+    RankWatch watch(group, kWatchOptions);
     watch.run([] { fail("the loss is NaN"); });
   });
   EXPECT_EQ(processes.wait(20), Statuses(4, 1));
@@ -284,7 +284,7 @@ TEST(RankWatch, OfSeveralFailuresOneIsPrinted) {
 
 TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
   Processes processes(4, [](Communicator& group) {
-    RankWatch watch(group, watch_options);
+    RankWatch watch(group, kWatchOptions);
     if (group.rank() == 0) sleep(0.5);  // the others are there first
     watch.run(
         [&] { throw AgreedError(ErrorKind::kInput, group.rank() == 0 ? "the text is empty" : ""); });
@@ -297,7 +297,7 @@ TEST(RankWatch, AFailureOfAllIsPrintedOnceAndAsItIs) {
 TEST(RankWatch, ALostRankComesBeforeTheFailuresThatItCauses) {
   for (const int lost : {0, 1}) {
     Processes processes(4, [lost](Communicator& group) {
-      RankWatch watch(group, watch_options);
+      RankWatch watch(group, kWatchOptions);
       if (group.rank() == lost) compute(group);
       sleep(1);
       if (group.rank() == (lost == 0 ? 1 : 0)) sleep(0.1);
@@ -316,7 +316,7 @@ TEST(RankWatch, ALostRankComesBeforeTheFailuresThatItCauses) {
 
 /// Ranks 0 and 2 of three wait for rank 1; where the transport does not know whom for, by what it does.
 void wait_for_rank_1(Communicator& group, const std::vector<int>& missing) {
-  RankWatch watch(group, watch_options);
+  RankWatch watch(group, kWatchOptions);
   watch.doing("forward of step 12");
   if (group.rank() == 1) {
     for (;;) pause();
@@ -350,7 +350,7 @@ TEST(RankWatch, OfTwoRanksTheOtherIsMissing) {
 
 TEST(RankWatch, ARankThatAnExceptionUnwindsHasFailed) {
   Processes processes(3, [](Communicator& group) {
-    RankWatch watch(group, watch_options);
+    RankWatch watch(group, kWatchOptions);
     if (group.rank() == 1) fail("a failure");
     for (;;) pause();
   });
@@ -395,7 +395,7 @@ TEST(RankWatch, RefusesTimeoutsThatNoRankCouldKeep) {
 
 TEST(RankWatch, CutsALongActivity) {
   Processes processes(2, [](Communicator& group) {
-    RankWatch watch(group, watch_options);
+    RankWatch watch(group, kWatchOptions);
     watch.doing("{}", std::string(300, 'x'));
     sleep(0.7);
     if (group.rank() == 1) _exit(0);  // without a goodbye

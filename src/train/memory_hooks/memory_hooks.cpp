@@ -42,7 +42,7 @@ namespace {
 struct Installer {
   Installer() { memory_counters.installed.store(true, std::memory_order_relaxed); }
 };
-const Installer installer;
+Installer installer;
 
 void count_large(std::int64_t bytes) {
   if (bytes >= kLargeAllocation)
