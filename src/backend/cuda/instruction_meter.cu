@@ -4,10 +4,10 @@
 
 #include <cuda_profiler_api.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "backend/cuda/device.h"
+#include "core/median.h"
 
 namespace agoq::cuda {
 namespace {
@@ -59,8 +59,7 @@ class Meter : public InstructionMeter {
                        static_cast<double>(last.nanoseconds - first.nanoseconds));
     }
     check(!clocks.empty(), "measuring the clock: no multiprocessor was sampled twice");
-    std::nth_element(clocks.begin(), clocks.begin() + clocks.size() / 2, clocks.end());
-    return clocks[clocks.size() / 2];
+    return median(clocks);
   }
 
   void begin_profile() override { expect_success(cudaProfilerStart(), "profiling"); }

@@ -23,6 +23,7 @@
 #include "backend/cuda/device.h"
 #include "backend/cuda/libraries.h"
 #include "backend/operand_checks.h"
+#include "core/median.h"
 
 namespace agoq::cuda {
 namespace {
@@ -251,7 +252,7 @@ template <typename Run>
 int fastest(Libraries& libraries, cudaStream_t stream, std::string_view operation, int count, Run run) {
   libraries.cublas();  // makes the events
   const auto& events = libraries.events;
-  std::array<std::vector<float>, kCandidates> milliseconds;
+  std::array<std::vector<double>, kCandidates> milliseconds;
   std::array<bool, kCandidates> runs{};
   for (int i = 0; i < count; ++i) runs[static_cast<std::size_t>(i)] = run(i);
   float total = 0;
@@ -267,16 +268,12 @@ int fastest(Libraries& libraries, cudaStream_t stream, std::string_view operatio
     for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
       float elapsed = 0;
       cuda::expect_success(cudaEventElapsedTime(&elapsed, events[i], events[i + 1]), operation);
-      milliseconds[i].push_back(runs[i] ? elapsed : std::numeric_limits<float>::infinity());
+      milliseconds[i].push_back(runs[i] ? double{elapsed} : std::numeric_limits<double>::infinity());
       total += elapsed;
     }
   }
-  std::array<float, kCandidates> medians{};
-  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
-    const auto middle = milliseconds[i].begin() + std::ssize(milliseconds[i]) / 2;
-    std::nth_element(milliseconds[i].begin(), middle, milliseconds[i].end());
-    medians[i] = *middle;
-  }
+  std::array<double, kCandidates> medians{};
+  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) medians[i] = median(milliseconds[i]);
   return static_cast<int>(std::min_element(medians.begin(), medians.begin() + count) - medians.begin());
 }
 
