@@ -18,6 +18,24 @@ constexpr BlockGrid kGrids[] = {{1, 1, 1},      {3, 129, 1},  {40, 4 * 1030, 4},
 constexpr const char* kFormats[] = {"e4m3/128/fp32", "fp32", "bf16", "int8/128/bf16",
                                     "nf4/32/two-level"};
 
+/// totals: what one call writes for all xs; sum(x, total) writes one's, and is_empty(x) tells of which
+/// that is 0.
+template <typename X>
+void expect_each_alone(Pair& pair, const std::vector<X>& xs, const Twin& totals, auto sum,
+                       auto is_empty) {
+  const auto of_all = pair.values(totals.cuda);
+  for (std::size_t i = 0; i < xs.size(); ++i) {
+    const Twin total = pair.empty(ElementType::kFp64, Shape{1});
+    sum(xs[i], total.cuda);
+    EXPECT_EQ(pair.values(total.cuda)[0], of_all[i]) << i;
+    if (is_empty(xs[i])) {
+      EXPECT_EQ(of_all[i], 0.0) << i;
+    } else {
+      EXPECT_GT(of_all[i], 0.0) << i;
+    }
+  }
+}
+
 // More tensors than one launch's parameters hold, of every path side by side.
 TEST(CudaSums, OfManyTensorsAreThoseOfEachAlone) {
   AGOQ_NEEDS_GPU();
@@ -34,17 +52,12 @@ TEST(CudaSums, OfManyTensorsAreThoseOfEachAlone) {
   }
   const Twin totals = pair.empty(ElementType::kFp64, Shape{std::ssize(xs)});
   pair.cuda.backend.sums_of_squares(pair.cuda, xs, totals.cuda);
-  const auto of_all = pair.values(totals.cuda);
-  for (std::size_t i = 0; i < xs.size(); ++i) {
-    const Twin total = pair.empty(ElementType::kFp64, Shape{1});
-    pair.cuda.backend.sum_of_squares(pair.cuda, xs[i], total.cuda);
-    EXPECT_EQ(pair.values(total.cuda)[0], of_all[i]) << i;
-    if (xs[i].rows() == 0) {
-      EXPECT_EQ(of_all[i], 0.0) << i;
-    } else {
-      EXPECT_GT(of_all[i], 0.0) << i;
-    }
-  }
+  expect_each_alone(
+      pair, xs, totals,
+      [&](const QuantTensor& x, const Tensor& total) {
+        pair.cuda.backend.sum_of_squares(pair.cuda, x, total);
+      },
+      [](const QuantTensor& x) { return x.rows() == 0; });
 }
 
 TEST(CudaSums, OfManyTensorsPiecesAreThoseOfEachAlone) {
@@ -66,13 +79,12 @@ TEST(CudaSums, OfManyTensorsPiecesAreThoseOfEachAlone) {
   const std::vector<TensorPieces> all(tensors.begin(), tensors.end());
   const Twin totals = pair.empty(ElementType::kFp64, Shape{std::ssize(all)});
   pair.cuda.backend.pieces_sums_of_squares(pair.cuda, all, totals.cuda);
-  const auto of_all = pair.values(totals.cuda);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const Twin total = pair.empty(ElementType::kFp64, Shape{1});
-    pair.cuda.backend.pieces_sum_of_squares(pair.cuda, all[i], total.cuda);
-    EXPECT_EQ(pair.values(total.cuda)[0], of_all[i]) << i;
-    EXPECT_EQ(of_all[i] > 0, all[i].front().rows() > 0) << i;
-  }
+  expect_each_alone(
+      pair, all, totals,
+      [&](const TensorPieces& pieces, const Tensor& total) {
+        pair.cuda.backend.pieces_sum_of_squares(pair.cuda, pieces, total);
+      },
+      [](const TensorPieces& pieces) { return pieces.front().rows() == 0; });
 }
 
 }  // namespace
