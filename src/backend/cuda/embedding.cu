@@ -421,7 +421,7 @@ struct Columns {
   __device__ __forceinline__ void accumulate(std::uint32_t token, const uint4& old, float scale,
                                              float (&sum)[kUnit], LaneCounts& counts) const {
     decode_e4m3_unit<true>(old, scale, sum);
-    const uint4 encoded = encode_e4m3_unit(sum, lanes, scale, counts);
+    const uint4 encoded = encode_e4m3(sum, lanes, scale, counts);
     if (!present) return;
     *codes_of(token) = encoded;
     if (leads) *scale_of(token) = scale;

@@ -30,6 +30,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstdlib>
+#include <type_traits>
 
 #include "backend/cuda/launch.cuh"
 #include "core/random.h"
@@ -1164,30 +1165,54 @@ __device__ __forceinline__ float largest_of_block(float (&x)[count], int lanes, 
       x[i] = x[i] == x[i] ? x[i] : 0.0f;
     }
   }
-  for (int lane = 1; lane < lanes; lane *= 2) {
+#pragma unroll
+  for (int lane = 1; lane < kWarp; lane *= 2) {
+    if (lane >= lanes) break;
     largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
   }
   return largest;
 }
 
+/// 1 / x, correctly rounded, for x in [2^-126, 2^126).
+__device__ __forceinline__ float plain_reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return fmaf(fmaf(-x, reciprocal, 1.0f), reciprocal, reciprocal);
+}
+
+/// x / 448 for x >= 0, correctly rounded; where that is subnormal, which no stored scale is, nearly so.
+__device__ __forceinline__ float divided_by_e4m3_maximum(float x) {
+  constexpr float kMaximum = code_maximum(Code::kE4m3), kReciprocal = 1.0f / kMaximum;
+  const float quotient = x * kReciprocal;
+  return fmaf(fmaf(-kMaximum, quotient, x), kReciprocal, quotient);
+}
+
+/// As they are stored: uint2 for a vector, uint4 for a unit.
+template <int count>
+using E4m3Codes = std::conditional_t<count == kVector, uint2, uint4>;
+
 /// The E4M3 codes of x and the FP32 scale of its block, which lies in `lanes` neighbouring lanes, a
-/// power of two; nearest rounding. NaN in x becomes zero. All lanes of the warp take part.
-__device__ __forceinline__ uint2 encode_e4m3_vector(float (&x)[kVector], int lanes, float& scale,
-                                                    LaneCounts& counts) {
-  constexpr float maximum = code_maximum(Code::kE4m3);
+/// power of two; nearest rounding. NaN becomes zero, Inf the block's largest value. All lanes of the
+/// warp take part.
+template <int count>
+__device__ __forceinline__ E4m3Codes<count> encode_e4m3(float (&x)[count], int lanes, float& scale,
+                                                        LaneCounts& counts) {
   const float largest = largest_of_block(x, lanes, counts);
-  scale = stored_scale_fp32(largest / maximum, maximum);
-  const float reciprocal = 1.0f / scale;
-  float y[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) y[i] = x[i] * reciprocal;
+  scale = stored_scale_fp32(divided_by_e4m3_maximum(largest), code_maximum(Code::kE4m3));
+  const float reciprocal = plain_reciprocal(scale);
   // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
-  group_detail::VectorCodes codes = group_detail::encode_vector<Code::kE4m3>(y, 0.0f);
+  E4m3Codes<count> codes;
+  std::uint32_t* const words = &codes.x;
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    words[i / 4] = group_detail::encode_e4m3_pair(x[i] * reciprocal, x[i + 1] * reciprocal) |
+                   group_detail::encode_e4m3_pair(x[i + 2] * reciprocal, x[i + 3] * reciprocal) << 16;
+  }
   if (scale == 0.0f) {
     codes = {};
     counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
   }
-  return make_uint2(codes.low, codes.high);
+  return codes;
 }
 
 // Units: sixteen neighbouring elements in E4M3 under FP32 scales, in a lane. Where segments are whole
@@ -1214,30 +1239,6 @@ __device__ __forceinline__ void decode_e4m3_unit(uint4 codes, float scale, float
     x[i] = adds ? x[i] + of_low : of_low;
     x[kVector + i] = adds ? x[kVector + i] + of_high : of_high;
   }
-}
-
-/// The codes of x and the scale of its block, which lies in `lanes` neighbouring lanes, a power of two;
-/// nearest rounding. All lanes of the warp take part. NaN becomes zero, Inf the block's largest value.
-__device__ __forceinline__ uint4 encode_e4m3_unit(float (&x)[kUnit], int lanes, float& scale,
-                                                  LaneCounts& counts) {
-  constexpr float maximum = code_maximum(Code::kE4m3);
-  const float largest = largest_of_block(x, lanes, counts);
-  scale = stored_scale_fp32(largest / maximum, maximum);
-  const float reciprocal = 1.0f / scale;
-  float low[kVector], high[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    low[i] = x[i] * reciprocal;
-    high[i] = x[kVector + i] * reciprocal;
-  }
-  // Nothing to count as saturated: an FP32 scale is too near to absmax / maximum for that.
-  const group_detail::VectorCodes first = group_detail::encode_vector<Code::kE4m3>(low, 0.0f);
-  const group_detail::VectorCodes second = group_detail::encode_vector<Code::kE4m3>(high, 0.0f);
-  if (scale == 0.0f) {
-    counts.flushed_blocks += largest > 0.0f && (lane_index() & (lanes - 1)) == 0 ? 1 : 0;
-    return make_uint4(0, 0, 0, 0);
-  }
-  return make_uint4(first.low, first.high, second.low, second.high);
 }
 
 }  // namespace agoq::cuda

@@ -294,13 +294,6 @@ inline __device__ __noinline__ LaneCounts encode_nf4_group_with_care(Group group
   return counts;
 }
 
-/// 1 / x, correctly rounded, for x in [2^-126, 2^126).
-__device__ __forceinline__ float plain_reciprocal(float x) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-  return fmaf(fmaf(-x, reciprocal, 1.0f), reciprocal, reciprocal);
-}
-
 /// Encodes groups of a tensor of whole nf4 blocks from BF16 elements: the same bytes and counts as
 /// encode_group, in about half the instructions.
 ///

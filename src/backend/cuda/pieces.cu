@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1)
     float x[kUnit] = {};
     if (unit < units) sum_unit(planes, unit, block_shift, x);
     float scale;
-    const uint4 encoded = encode_e4m3_unit(x, lanes, scale, counts);
+    const uint4 encoded = encode_e4m3(x, lanes, scale, counts);
     if (unit >= units) continue;
     codes[unit] = encoded;
     if (leads_block) scales[unit * kUnit >> block_shift] = scale;

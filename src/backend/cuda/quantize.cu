@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDy
 constexpr int kFlatChunk = kWarp * kVector;
 constexpr int kFlatChunks = 2;
 constexpr int kFlatResidentBlocks = 4;  // 64 registers
+constexpr int kAccumulateBlocks = 5;    // 48 registers
 
 unsigned flat_blocks_for(std::int64_t chunks) {
   constexpr std::int64_t kPerBlock = kThreads / kWarp * kFlatChunks;
@@ -118,7 +119,7 @@ unsigned flat_blocks_for(std::int64_t chunks) {
 
 /// accumulate into e4m3 with FP32 scales.
 template <typename Storage>
-__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
+__global__ void __launch_bounds__(kThreads, kAccumulateBlocks)
     flat_accumulate_kernel(const Storage* addend, uint2* codes, float* scales, int block_shift,
                            ChunkCut cut, std::int64_t* counters) {
   await_predecessors();
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
 #pragma unroll
     for (int k = 0; k < kFlatChunks; ++k) {
       add_e4m3_vector(loaded[k], scale[k], x[k]);
-      const uint2 encoded = encode_e4m3_vector(x[k], lanes, scale[k], counts);
+      const uint2 encoded = encode_e4m3(x[k], lanes, scale[k], counts);
       if (!place[k].exists) continue;
       codes[place[k].element / kVector] = encoded;
       if (leads_block) scales[place[k].block] = scale[k];
