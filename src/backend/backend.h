@@ -164,7 +164,8 @@ class Backend {
   virtual void embedding_forward(const Context&, const Tensor& tokens, const Tensor& table,
                                  const Tensor& out) = 0;
   /// Adds, for each token id present, the sum over its positions (in order) of dout to that row of
-  /// the main gradient dtable [V, H]; other rows are not touched. counters: see quantize.
+  /// the main gradient dtable [V, H]; other rows are not touched. counters: see quantize. tokens are
+  /// what upload brought, not what another operation wrote: they may be read while that still runs.
   virtual void embedding_backward(const Context&, const Tensor& tokens, const Tensor& dout,
                                   const QuantTensor& dtable, const RandomKey& key,
                                   const Tensor& counters) = 0;

@@ -543,7 +543,8 @@ INSTANTIATE_TEST_SUITE_P(Cuda, EmbeddingBackward,
                                          EmbeddingCase{2500, 400000, 48, 1, "e4m3/16/fp32"},
                                          EmbeddingCase{5000, 3, 1024, 1, "e4m3/256/fp32"},
                                          EmbeddingCase{1500, 90, 1312, 2, "e4m3/16/fp32"},
-                                         EmbeddingCase{130, 90, 8192, 1, "e4m3/128/fp32"}),
+                                         EmbeddingCase{130, 90, 8192, 1, "e4m3/128/fp32"},
+                                         EmbeddingCase{3500, 20000, 2560, 1, "e4m3/128/fp32"}),
                          [](const auto& test) {
                            return fmt::format("{}of{}x{}", test.param.positions, test.param.vocabulary,
                                               test.param.width);

@@ -6,14 +6,17 @@
 // warp walks through a run of all positions and counts those of its block's tokens; of the counts, by
 // token and warp, and the number of smaller tokens the block makes where the first of each goes. By
 // these the warp places what it remembers of its walk, or walks again where that was too much. Blocks
-// exchange nothing; in exchange each reads all tokens.
+// exchange nothing; in exchange each reads all tokens. Tokens have been uploaded (backend.h), so all but
+// the placing is done while the kernel before still runs.
 //
 // Rows in E4M3 under FP32 scales, segments of whole blocks: a warp owns a part of 512 columns of two
-// positions and has both, and what the table holds for their tokens, on its way before the positions are
-// sorted; what the first warps will read of dout the sort has already asked for. Of its token's first
-// position a warp adds the other positions' parts, in order, and requantises the sum once; others are
-// done. Tokens of 32 positions and more, of which text has some with hundreds, are left to the blocks of
-// their first four positions, a part to each: warps copy rows ahead, a thread adds four columns.
+// positions. Of its token's first position it adds the other positions' parts, in order, and requantises
+// the sum once; other positions are not even read. As many blocks as the GPU holds start before the
+// positions are sorted: these have both positions, and what the table holds for their tokens, on its way
+// by then, and the sort asks for what the next will read of dout. Tokens of 32 positions and more, of
+// which text has some with hundreds, are left to the blocks of their first sixteen positions, 128
+// columns to each: its threads copy rows ahead and add a column each. (Under scales of more columns than
+// that: four positions, 512 columns, four each.)
 //
 // Other formats: a block of threads owns one group (up to 1,024 columns) of one token's row. Each of its
 // four warps adds one chunk of 256 columns over the token's positions, in order; the first warp takes
@@ -83,6 +86,11 @@ __global__ void __launch_bounds__(kThreads)
 /// of them. Of an id outside the table count is 0.
 struct alignas(16) Occurrence {
   int first, count, rank;
+
+  static __device__ __forceinline__ Occurrence load(const Occurrence* from) {
+    const int4 words = *reinterpret_cast<const int4*>(from);
+    return {words.x, words.y, words.z};
+  }
 };
 
 struct SortShared {
@@ -110,7 +118,6 @@ __global__ void __launch_bounds__(kSortThreads)
   static_assert(sizeof(shared.counts) % sizeof(uint4) == 0);
   for (std::size_t i = threadIdx.x; i < sizeof(shared.counts) / sizeof(uint4); i += kSortThreads)
     reinterpret_cast<uint4*>(&shared.counts)[i] = make_uint4(0, 0, 0, 0);
-  await_predecessors_before_successors();
   __syncthreads();
 
   const std::uint32_t first_token = blockIdx.x * kDigits;
@@ -145,14 +152,6 @@ __global__ void __launch_bounds__(kSortThreads)
       found += __popc(owners);
     }
   }
-  // What the next kernel reads first; behind the tokens, which all here waits for.
-  if (lane_index() == 0) {
-    constexpr std::int64_t kPiece = 16384;
-    for (std::int64_t at = (std::int64_t{warp} * gridDim.x + blockIdx.x) * kPiece; at < bytes_ahead;
-         at += kPiece * kSortWarps * gridDim.x) {
-      prefetch_to_l2(ahead + at, static_cast<std::uint32_t>(min(kPiece, bytes_ahead - at)));
-    }
-  }
   below = __reduce_add_sync(kWholeWarp, below);
   if (lane_index() == 0) shared.of_warps[0][warp] = below;
   __syncthreads();
@@ -183,6 +182,15 @@ __global__ void __launch_bounds__(kSortThreads)
   if (thread == kSortThreads - 1) shared.firsts[kDigits] = next;
   __syncthreads();
 
+  await_predecessors_before_successors();
+  // What the next kernel reads first.
+  if (lane_index() == 0) {
+    constexpr std::int64_t kPiece = 16384;
+    for (std::int64_t at = (std::int64_t{warp} * gridDim.x + blockIdx.x) * kPiece; at < bytes_ahead;
+         at += kPiece * kSortWarps * gridDim.x) {
+      prefetch_to_l2(ahead + at, static_cast<std::uint32_t>(min(kPiece, bytes_ahead - at)));
+    }
+  }
   // Up to 32 of the warp's positions, in order. digit: kDigits of those that the block does not place.
   const auto place_positions = [&](int n, std::uint32_t digit) {
     const bool owned = digit < kDigits;
@@ -322,13 +330,17 @@ __device__ __forceinline__ void begin_sum(const RawUnit<Storage>& raw, float (&s
 }
 
 constexpr int kPartWarps = 4, kPartThreads = kPartWarps * kWarp;  // of a block
-constexpr int kColumns = kPart / kPartThreads;                    // of a thread, in a long run
 constexpr int kItems = 2;                                         // positions of a warp
 constexpr int kResidentBlocks = 10;                               // per multiprocessor
-constexpr int kRing = 5;             // rows that a warp has under way in a long run
-constexpr int kLongRun = 32;         // occurrences of a token that are added by whole blocks
-constexpr int kSpread = kPartWarps;  // those blocks: of the first occurrences, one per part
-static_assert(kLongRun >= kSpread && kLongRun <= kWarp + 1);
+constexpr int kLongRun = 32;  // occurrences of a token that are added by whole blocks
+constexpr int kRing = 5;      // rounds of rows that a block has under way then
+constexpr int kRoundRows = 16, kRoundElements = kRoundRows * kPartThreads;
+static_assert(kLongRun >= kPartWarps * kPart / kPartThreads && kLongRun <= kWarp + 1);
+
+/// Whether a warp adds all of the token's positions when it comes to this one.
+__device__ __forceinline__ bool is_added_by_warp(const Occurrence& of) {
+  return of.count > 0 && of.count < kLongRun && of.rank == 0;
+}
 
 /// What a warp has under way from memory for one position.
 template <typename Storage>
@@ -351,11 +363,13 @@ struct Item {
   }
 };
 
-/// A warp's shared memory.
+/// A block's shared memory.
 template <typename Storage>
-union WarpMemory {
-  Item<Storage> items[kItems];
-  RawUnit<Storage> ring[kRing][kWarp];
+union BlockMemory {
+  Item<Storage> items[kPartWarps][kItems];
+  // Of a long run: rows, in rounds, and what comes of them.
+  uint4 ring[kRing][kRoundElements * sizeof(Storage) / sizeof(uint4)];
+  float sums[kPart];
 };
 
 template <int groups>
@@ -374,18 +388,11 @@ __device__ __forceinline__ void copy_once_or_zeros(const void* from, void* to, b
                "r"(copies ? 16 : 0)
                : "memory");
 }
-template <typename Storage>
-__device__ __forceinline__ void copy_unit(const Storage* from, RawUnit<Storage>* to) {
-  const std::uint32_t address = shared_address(to);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(RawUnit<Storage>)); i += 16)
-    copy_async<16>(reinterpret_cast<const std::byte*>(from) + i, address + i);
-}
-
-/// Where a lane's units are in the rows of dout and of the table.
+/// Where a lane's units are in the rows of dout and of the table: a part's, of up to 512 columns.
 template <typename Storage>
 struct Columns {
-  const Storage *part, *dout;  // of the part's first lane and of this one
+  const Storage* part;  // of dout, row 0
+  const Storage* dout;  // the lane's
   std::uint8_t* codes;
   float* scales;
   std::uint32_t width, scales_per_row;
@@ -394,18 +401,20 @@ struct Columns {
   bool present;  // not behind the row's end
   bool leads;    // the block's first lane
 
+  /// Of at most `most` columns from `first` on.
   __device__ __forceinline__ Columns(const Storage* all, std::uint8_t* all_codes, float* all_scales,
-                                     std::uint32_t row_length, int block_shift, int number) {
-    const std::uint32_t column = static_cast<std::uint32_t>(number * kPart + lane_index() * kUnit);
-    part = all + number * kPart;
-    left = static_cast<int>(row_length) - number * kPart;
+                                     std::uint32_t row_length, int block_shift, int first,
+                                     int most = kPart) {
+    const std::uint32_t column = static_cast<std::uint32_t>(first + lane_index() * kUnit);
+    part = all + first;
+    left = min(static_cast<int>(row_length) - first, most);
     dout = all + column;
     codes = all_codes + column;
     scales = all_scales + (column >> block_shift);
     width = row_length;
     scales_per_row = row_length >> block_shift;
     lanes = (1 << block_shift) / kUnit;
-    present = column < row_length;
+    present = lane_index() * kUnit < left;
     leads = (lane_index() & (lanes - 1)) == 0;
   }
   __device__ __forceinline__ const Storage* row(std::uint32_t position) const {
@@ -428,59 +437,137 @@ struct Columns {
   }
 };
 
+/// Adds the rows positions[0, count) of dout, in the `columns`, kColumns * kPartThreads at most, to the
+/// token's row of the table: by a whole block, of which a thread adds kColumns columns.
+template <int kColumns, typename Storage>
+__device__ __forceinline__ void add_long_run(const Columns<Storage>& columns, const int* positions,
+                                             int count, std::uint32_t token,
+                                             BlockMemory<Storage>& memory, LaneCounts& counts) {
+  constexpr int kRows = kRoundRows / kColumns;                       // of a round
+  constexpr int kPieceElements = sizeof(uint4) / sizeof(Storage);    // a piece: 16 bytes
+  constexpr int kPieces = kColumns * kPartThreads / kPieceElements;  // of a row
+  constexpr int kCopies = kRows * kPieces / kPartThreads;            // of a thread, in a round
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool accumulates = thread < kWarp;
+  uint4 old{};
+  float scale = 0.0f;
+  if (accumulates && columns.present) old = *columns.codes_of(token), scale = *columns.scale_of(token);
+  std::uint32_t next[kCopies];  // positions that the next round copies
+  const auto load_positions = [&](int round) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = round * kRows + (i * kPartThreads + thread) / kPieces;
+      next[i] = row < count ? static_cast<std::uint32_t>(positions[row]) : 0;
+    }
+  };
+  const auto start = [&](int round) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = i * kPartThreads + thread, piece = at % kPieces;
+      const bool copies = round * kRows + at / kPieces < count && piece * kPieceElements < columns.left;
+      const Storage* const row = columns.part + std::uint64_t{next[i]} * columns.width;
+      copy_once_or_zeros(reinterpret_cast<const uint4*>(row) + piece, &memory.ring[round % kRing][at],
+                         copies);
+    }
+    end_group_of_copies();
+    load_positions(round + 1);
+  };
+  load_positions(0);
+#pragma unroll 1
+  for (int round = 0; round < kRing - 1; ++round) start(round);
+  float sum[kColumns] = {};
+  const int rounds = (count + kRows - 1) / kRows;
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    wait_for_all_copies_but<kRing - 2>();
+    __syncthreads();
+    start(round + kRing - 1);
+    const auto* const from =
+        reinterpret_cast<const Storage*>(memory.ring[round % kRing]) + thread * kColumns;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {  // of zeros, behind the end, no change
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sum[i] += load(from[row * kColumns * kPartThreads + i]);
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) memory.sums[thread * kColumns + i] = sum[i];
+  __syncthreads();
+  if (accumulates) {
+    float of_unit[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i)
+      of_unit[i] = columns.present ? memory.sums[lane_index() * kUnit + i] : 0.0f;
+    columns.accumulate(token, old, scale, of_unit, counts);
+  }
+  __syncthreads();
+}
+
 template <typename Storage>
 __global__ void __launch_bounds__(kPartThreads, kResidentBlocks)
     flat_backward_kernel(const std::int32_t* tokens, int total, const std::int32_t* positions,
                          const Occurrence* occurrences, const Storage* dout, int part_shift,
-                         unsigned part_groups, std::uint32_t width, std::uint8_t* codes, float* scales,
-                         int block_shift, std::uint32_t vocabulary, std::int64_t* counters) {
+                         unsigned part_groups, unsigned early_blocks, std::uint32_t width,
+                         std::uint8_t* codes, float* scales, int block_shift, std::uint32_t vocabulary,
+                         std::int64_t* counters) {
   extern __shared__ __align__(16) std::byte shared_bytes[];
   __shared__ int long_runs[kPartWarps][kItems];  // positions, of the first part's warps
-  auto* const memory = reinterpret_cast<WarpMemory<Storage>*>(shared_bytes);  // of the warps
+  auto& memory = *reinterpret_cast<BlockMemory<Storage>*>(shared_bytes);
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_index();
-  Item<Storage>* const items = memory[warp].items;
-  const int block = static_cast<int>(blockIdx.x / part_groups);
-  const int range = block * (kPartWarps >> part_shift) + (warp >> part_shift);
+  Item<Storage>* const items = memory.items[warp];
+  const unsigned block = blockIdx.x / part_groups;
+  const int range = static_cast<int>(block) * (kPartWarps >> part_shift) + (warp >> part_shift);
   const int first_part = static_cast<int>(blockIdx.x - block * part_groups) * kPartWarps;
   const Columns<Storage> columns(dout, codes, scales, width, block_shift,
-                                 first_part + (warp & ((1 << part_shift) - 1)));
+                                 (first_part + (warp & ((1 << part_shift) - 1))) * kPart);
   const int begin = range * kItems, count = min(kItems, total - begin);
   LaneCounts counts;
 
-  // Before the positions are sorted: the predecessor has awaited its own.
+  // Before the positions are sorted a block may read what was there before the sort, which has awaited
+  // its predecessors.
+  const bool early = blockIdx.x < early_blocks;
+  if (!early) await_predecessors();
   std::uint32_t token = ~0u;
-  if (lane < count) token = static_cast<std::uint32_t>(tokens[begin + lane]);
+  Occurrence of{};
+  if (lane < count) {
+    token = static_cast<std::uint32_t>(tokens[begin + lane]);
+    if (!early) of = Occurrence::load(occurrences + begin + lane);
+  }
+  const std::uint32_t copied =
+      __ballot_sync(kWholeWarp, early ? token < vocabulary : is_added_by_warp(of));
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     const std::uint32_t of_item = __shfl_sync(kWholeWarp, token, k);
-    const bool known = of_item < vocabulary;
-    Item<Storage>& item = items[k];
-    constexpr int kPieces = Item<Storage>::kPieces;
-    const auto* const row =
-        reinterpret_cast<const uint4*>(columns.part + std::int64_t{begin + k} * width);
+    if (copied >> k & 1) {
+      Item<Storage>& item = items[k];
+      constexpr int kPieces = Item<Storage>::kPieces;
+      const auto* const row =
+          reinterpret_cast<const uint4*>(columns.part + std::int64_t{begin + k} * width);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int piece = i * kWarp + lane;
-      copy_once_or_zeros(row + piece, item.dout + Item<Storage>::place_of(piece),
-                         known && piece * (kUnit / kPieces) < columns.left);
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = i * kWarp + lane;
+        copy_once_or_zeros(row + piece, item.dout + Item<Storage>::place_of(piece),
+                           piece * (kUnit / kPieces) < columns.left);
+      }
+      copy_once_or_zeros(columns.codes_of(of_item), item.codes + lane, columns.present);
+      if (columns.leads && columns.present)
+        copy_async<4>(columns.scale_of(of_item), shared_address(item.scales + lane));
     }
-    copy_once_or_zeros(columns.codes_of(of_item), item.codes + lane, known && columns.present);
-    if (columns.leads && known && columns.present)
-      copy_async<4>(columns.scale_of(of_item), shared_address(item.scales + lane));
     end_group_of_copies();
   }
-  await_predecessors();
-  Occurrence of{};
-  if (lane < count) {
-    const int4 words = *reinterpret_cast<const int4*>(occurrences + begin + lane);
-    of = {words.x, words.y, words.z};
+  if (early) {
+    await_predecessors();
+    if (lane < count) of = Occurrence::load(occurrences + begin + lane);
   }
-  const bool is_long = of.count >= kLongRun && of.rank < kSpread;
+  // A long run is divided among the blocks of its first occurrences.
+  const bool is_long = of.count >= kLongRun && of.rank < kPartWarps * kPart / kPartThreads;
   if ((warp & ((1 << part_shift) - 1)) == 0 && lane < kItems)
     long_runs[warp][lane] = is_long ? begin + lane : -1;
   // Those that this warp is to add.
-  const std::uint32_t own =
-      __ballot_sync(kWholeWarp, of.count > 0 && of.count < kLongRun && of.rank == 0);
+  const std::uint32_t own = __ballot_sync(kWholeWarp, is_added_by_warp(of));
+  const std::uint32_t alone = __ballot_sync(kWholeWarp, of.count == 1);
 #pragma unroll 1
   for (int k = 0; k < kItems; ++k) {
     if (k == 0) {
@@ -493,10 +580,10 @@ __global__ void __launch_bounds__(kPartThreads, kResidentBlocks)
     const Item<Storage>& item = items[k];
     float sum[kUnit];
     begin_sum(item.unit(), sum);
-    const int more = __shfl_sync(kWholeWarp, of.count, k) - 1;
-    if (more > 0) {
-      const int first = __shfl_sync(kWholeWarp, of.first, k) + 1;
-      const int position = lane < more ? positions[first + lane] : 0;
+    if ((alone >> k & 1) == 0) {  // read again: held over the loop it would spill, which takes 7 us
+      const Occurrence here = Occurrence::load(occurrences + begin + k);
+      const int more = here.count - 1;
+      const int position = lane < more ? positions[here.first + 1 + lane] : 0;
       constexpr int kRows = 64 / static_cast<int>(sizeof(RawUnit<Storage>));
       for (int row = 0; row < more; row += kRows) {
         RawUnit<Storage> raw[kRows];
@@ -513,67 +600,25 @@ __global__ void __launch_bounds__(kPartThreads, kResidentBlocks)
                        columns.present ? item.scales[lane & ~(columns.lanes - 1)] : 0.0f, sum, counts);
   }
 
-  // Long runs, by the whole block, a part each: a warp copies rows, a thread adds four columns.
   const bool some_are_long = __syncthreads_or(is_long) != 0;
   for (int entry = 0; some_are_long && entry < kPartWarps * kItems; ++entry) {
     const int owner = entry / kItems;
     if ((owner & ((1 << part_shift) - 1)) != 0) continue;
     const int n = long_runs[owner][entry % kItems];
     if (n < 0) continue;  // the whole block
-    const int4 words = *reinterpret_cast<const int4*>(occurrences + n);
-    const Occurrence here{words.x, words.y, words.z};
-    const int number = first_part + here.rank;
-    if (static_cast<std::uint32_t>(number * kPart) >= width) continue;
-    const Columns<Storage> part(dout, codes, scales, width, block_shift, number);
+    const Occurrence here = Occurrence::load(occurrences + n);
+    const bool narrow = 1 << block_shift <= kPartThreads;
+    const int share = narrow ? kPartThreads : kPart;  // columns
+    const int first = first_part * kPart + here.rank * share;
+    if (here.rank * share >= kPartWarps * kPart || static_cast<std::uint32_t>(first) >= width) continue;
+    const Columns<Storage> of_share(dout, codes, scales, width, block_shift, first, share);
     const auto run_token = static_cast<std::uint32_t>(tokens[n]);
-    uint4 old{};
-    float scale = 0.0f;
-    if (warp == 0 && part.present) old = *part.codes_of(run_token), scale = *part.scale_of(run_token);
-    const int own_columns = static_cast<int>(threadIdx.x) * kColumns;
-    float of_columns[kColumns] = {};
-    const int rounds = (here.count + kPartWarps - 1) / kPartWarps;
-    int position = 0;  // of row (round / kWarp * kWarp + lane) * kPartWarps + warp
-    const auto start = [&](int round) {
-      if (round % kWarp == 0) {
-        const int row = (round + lane) * kPartWarps + warp;
-        position = row < here.count ? positions[here.first + row] : 0;
-      }
-      const int at = __shfl_sync(kWholeWarp, position, round);
-      if (round * kPartWarps + warp < here.count && part.present)
-        copy_unit(part.row(static_cast<std::uint32_t>(at)), memory[warp].ring[round % kRing] + lane);
-      end_group_of_copies();
-    };
-#pragma unroll 1
-    for (int round = 0; round < kRing - 1; ++round) start(round);
-#pragma unroll 1
-    for (int round = 0; round < rounds; ++round) {
-      wait_for_all_copies_but<kRing - 2>();
-      __syncthreads();
-      start(round + kRing - 1);
-#pragma unroll
-      for (int row = 0; row < kPartWarps; ++row) {
-        if (round * kPartWarps + row >= here.count) break;
-        const auto* const from =
-            reinterpret_cast<const Storage*>(memory[row].ring[round % kRing]) + own_columns;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) of_columns[i] += load(from[i]);
-      }
+    if (narrow) {
+      add_long_run<1>(of_share, positions + here.first, here.count, run_token, memory, counts);
+    } else {
+      add_long_run<kPart / kPartThreads>(of_share, positions + here.first, here.count, run_token, memory,
+                                         counts);
     }
-    wait_for_copies();
-    __syncthreads();
-    const auto total_of = [&](int i) -> float& {  // four warps' memory has room for a quarter each
-      return reinterpret_cast<float*>(memory[i / (kPart / 4)].ring)[i % (kPart / 4)];
-    };
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) total_of(own_columns + i) = of_columns[i];
-    __syncthreads();
-    if (warp == 0) {
-      float sum[kUnit];
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) sum[i] = part.present ? total_of(lane * kUnit + i) : 0.0f;
-      part.accumulate(run_token, old, scale, sum, counts);
-    }
-    __syncthreads();
   }
   counts.add_to(counters);
 }
@@ -653,7 +698,7 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
       int part_shift = 0;
       while (1 << part_shift < std::min(parts, kPartWarps)) ++part_shift;
       const int range = kItems * (kPartWarps >> part_shift);
-      constexpr int kBytes = static_cast<int>(sizeof(WarpMemory<Storage>)) * kPartWarps;
+      constexpr int kBytes = static_cast<int>(sizeof(BlockMemory<Storage>));
       expect_success(cudaFuncSetAttribute(flat_backward_kernel<Storage>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                      "embedding_backward");
@@ -661,10 +706,10 @@ void CudaBackend::embedding_backward(const Context& context, const Tensor& token
       const unsigned blocks = static_cast<unsigned>((positions + range - 1) / range) * part_groups;
       Launch{blocks, kPartThreads, kBytes, stream}(
           flat_backward_kernel<Storage>, ids, count, order, occurrences, dout.as<Storage>(), part_shift,
-          part_groups, static_cast<std::uint32_t>(view.row_length),
-          reinterpret_cast<std::uint8_t*>(view.codes), reinterpret_cast<float*>(view.scales),
-          view.block_shift, static_cast<std::uint32_t>(vocabulary),
-          counters ? counters.as<std::int64_t>() : nullptr);
+          part_groups, static_cast<unsigned>(kResidentBlocks * device().multiprocessors),
+          static_cast<std::uint32_t>(view.row_length), reinterpret_cast<std::uint8_t*>(view.codes),
+          reinterpret_cast<float*>(view.scales), view.block_shift,
+          static_cast<std::uint32_t>(vocabulary), counters ? counters.as<std::int64_t>() : nullptr);
       return;
     }
     const auto run = [&]<Code code>() {

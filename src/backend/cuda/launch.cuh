@@ -14,7 +14,8 @@ inline constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 
 /// The first statement of every kernel that Launch queues: what was queued before it on its stream is
 /// done behind it, and nothing may be read or written before (but see
-/// await_predecessors_before_successors). The kernel queued next may then come onto
+/// await_predecessors_before_successors, and what was uploaded may be read: copies wait for what is
+/// queued before them, and all behind waits for copies). The kernel queued next may then come onto
 /// the multiprocessors as this one's last blocks leave them.
 __device__ __forceinline__ void await_predecessors() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
