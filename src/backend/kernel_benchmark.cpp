@@ -62,6 +62,7 @@ class KernelBenchmark {
     rope();
     embedding_forward();
     embedding_backward();
+    embedding_backward_log_uniform();
     cross_entropy();
     return std::move(times_);
   }
@@ -108,6 +109,18 @@ class KernelBenchmark {
     std::vector<std::int32_t> tokens(static_cast<std::size_t>(count));
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       tokens[i] = static_cast<std::int32_t>(random_bits(key, i) % sizes_.vocabulary);
+    }
+    return tokens;
+  }
+  /// Token ids, log-uniform: about as often as a text holds its most frequent word, the next, and so on.
+  std::vector<std::int32_t> draw_log_uniform_tokens(std::int64_t count) {
+    const RandomKey key = RandomKey{.seed = 5}.with(RandomPurpose::kTest, ++draws_);
+    const auto vocabulary = static_cast<double>(sizes_.vocabulary);
+    std::vector<std::int32_t> tokens(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const auto drawn =
+          static_cast<std::int64_t>(std::pow(vocabulary, double{random_uniform(key, i)})) - 1;
+      tokens[i] = static_cast<std::int32_t>(std::min(drawn, sizes_.vocabulary - 1));
     }
     return tokens;
   }
@@ -398,10 +411,15 @@ class KernelBenchmark {
     });
   }
 
-  void embedding_backward() {
+  void embedding_backward() { embedding_backward("embedding_backward", &KernelBenchmark::draw_tokens); }
+  void embedding_backward_log_uniform() {
+    embedding_backward("embedding_backward_log_uniform", &KernelBenchmark::draw_log_uniform_tokens);
+  }
+  void embedding_backward(const std::string& name,
+                          std::vector<std::int32_t> (KernelBenchmark::*draw)(std::int64_t)) {
     const std::int64_t rows = sizes_.vocabulary, width = sizes_.hidden;
-    measure("embedding_backward", matrix(rows, width) + " " + gradient_.to_string(), [&] {
-      const std::vector<std::int32_t> drawn = draw_tokens(sizes_.tokens);
+    measure(name, matrix(rows, width) + " " + gradient_.to_string(), [&] {
+      const std::vector<std::int32_t> drawn = (this->*draw)(sizes_.tokens);
       const Tensor tokens = integers(drawn), dout = random(kBf16, sizes_.tokens, width);
       const QuantTensor dtable = random(gradient_, rows, width);
       return Case{bytes_of(tokens) + bytes_of(dout) + 2 * (bytes_of(dtable) / rows) * distinct(drawn),

@@ -41,6 +41,7 @@ TEST(KernelBenchmark, TimesEveryOperation) {
                                           "rope",
                                           "embedding_forward",
                                           "embedding_backward",
+                                          "embedding_backward_log_uniform",
                                           "cross_entropy"};
   EXPECT_EQ(names, expected);
 }
