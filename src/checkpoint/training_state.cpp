@@ -249,7 +249,7 @@ std::string defect_of_checkpoint(const std::string& directory) {
   try {
     const Manifest manifest = read_manifest(directory);
     for (const char* name : {kConfigFile, kModelFile, kStateFile}) manifest.file(name);
-    const std::string defect = defect_of_sizes(directory, manifest);
+    std::string defect = defect_of_sizes(directory, manifest);
     if (!defect.empty()) return defect;
     const HuggingFaceModel model(directory);
     position_in(SafetensorsReader((fs::path(directory) / kStateFile).string()));
