@@ -24,7 +24,7 @@ constexpr std::chrono::seconds kAppears{10};
 // Names and values hold no zero bytes.
 std::string packed(const std::vector<RankFact>& facts) {
   std::string text;
-  for (const auto& [name, value] : facts) text += name + '\0' + value + '\0';
+  for (const auto& [name, value] : facts) (text += name).append(1, '\0').append(value).append(1, '\0');
   return text;
 }
 

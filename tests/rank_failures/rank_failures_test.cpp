@@ -277,31 +277,30 @@ class RankFailures : public testing::Test {
 };
 
 /// Somewhere in a step.
-const Moment in_a_step{"[^\n]*", [](const fs::path& run) {
-                         const std::string metrics = read_file(run / "metrics.jsonl");
-                         return std::count(metrics.begin(), metrics.end(), '\n') >= 9;
-                       }};
+const Moment kInAStep{"[^\n]*", [](const fs::path& run) {
+                        const std::string metrics = read_file(run / "metrics.jsonl");
+                        return std::count(metrics.begin(), metrics.end(), '\n') >= 9;
+                      }};
 /// While the others have sent their pieces of the gradients and wait for this rank's.
-const Moment in_the_all_to_all{
-    "(forward and backward|the exchange of gradients and the update) of step 9",
-    {},
-    "MPI_Isend",
-    "checkpoints/step-8"};
+const Moment kInTheAllToAll{"(forward and backward|the exchange of gradients and the update) of step 9",
+                            {},
+                            "MPI_Isend",
+                            "checkpoints/step-8"};
 /// While the others have written their parts, or are about to.
-const Moment in_a_save{"saving step 10", {}, "MPI_Iallgather", "checkpoints/.step-10.tmp"};
+const Moment kInASave{"saving step 10", {}, "MPI_Iallgather", "checkpoints/.step-10.tmp"};
 
 TEST_F(RankFailures, AKilledRankEndsAll) {
   run_straight();
-  expect_survived(0, SIGKILL, in_a_step);
-  expect_survived(1, SIGKILL, in_the_all_to_all);
-  expect_survived(2, SIGKILL, in_a_save);
+  expect_survived(0, SIGKILL, kInAStep);
+  expect_survived(1, SIGKILL, kInTheAllToAll);
+  expect_survived(2, SIGKILL, kInASave);
 }
 
 TEST_F(RankFailures, AStoppedRankEndsAll) {
   run_straight();
-  expect_survived(0, SIGSTOP, in_a_step);
-  expect_survived(2, SIGSTOP, in_the_all_to_all);
-  expect_survived(1, SIGSTOP, in_a_save);
+  expect_survived(0, SIGSTOP, kInAStep);
+  expect_survived(2, SIGSTOP, kInTheAllToAll);
+  expect_survived(1, SIGSTOP, kInASave);
 }
 
 // With nothing quantised it is the order of sums alone that the number of ranks changes, and that of
@@ -571,7 +570,7 @@ TEST_F(RankFailures, ARankThatHangsAtItsEndIsNotWaitedForWithoutEnd) {
 TEST_F(RankFailures, ARankThatDoesNotComeIsNamedFirst) {
   RankProcesses processes({{3, arguments("run", "--set train.steps=100000")}});
   const Clock::time_point start = Clock::now();
-  while (!in_a_step.has_come(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
+  while (!kInAStep.has_come(folder_.path("run")) && seconds_since(start) < 60) sleep_a_little();
   const pid_t pid = processes.pid(1);
   ASSERT_NE(pid, 0) << processes.error();
   // Stops the main thread alone.
