@@ -18,6 +18,7 @@
 #include "cli/table.h"
 #include "comm/communication_benchmark.h"
 #include "core/quantity.h"
+#include "train/peak_memory.h"
 #include "train/progress.h"
 #include "train/step_benchmark.h"
 
@@ -219,8 +220,7 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
         fmt::format("{:.1f} %", 100 * step.model_flops_full / step.median_seconds / *step.peak_flops));
   }
   row("peak memory, predicted", format_bytes(static_cast<std::int64_t>(step.plan.predicted_peak())));
-  row("peak memory, measured",
-      step.peak_bytes_measured == 0 ? "not known" : format_bytes(step.peak_bytes_measured));
+  row("peak memory, measured", format_peak(step.peak_bytes_measured));
   row("  of which arenas", format_bytes(static_cast<std::int64_t>(step.plan.arena_bytes())));
   fmt::print("{}\n{} layers, {} x {} tokens x {} micro-batches, policy {}, random tokens\n",
              table.to_string(), config.model.layers, config.run.micro_batch, config.run.sequence,

@@ -7,6 +7,7 @@
 
 #include "cli/table.h"
 #include "core/quantity.h"
+#include "train/peak_memory.h"
 
 namespace agoq {
 namespace {
@@ -25,7 +26,7 @@ Row row(const char* label, Member RunSummary::*member, Print print) {
 }
 
 std::string as_bytes(double value) { return format_bytes(static_cast<std::int64_t>(value)); }
-std::string as_bytes_or_not_known(double value) { return value == 0 ? "not known" : as_bytes(value); }
+std::string as_peak(double value) { return format_peak(static_cast<std::int64_t>(value)); }
 std::string as_loss(double value) { return fmt::format("{:.4f}", value); }
 std::string as_count(double value) { return fmt::format("{:.0f}", value); }
 
@@ -55,7 +56,7 @@ std::vector<Row> rows_of(const std::vector<NamedSummary>& runs) {
       row("master weights", &RunSummary::master_bytes, as_bytes),
       row("weights", &RunSummary::weight_bytes, as_bytes),
       row("peak memory, predicted", &RunSummary::peak_bytes_predicted, as_bytes),
-      row("peak memory, measured", &RunSummary::peak_bytes_measured, as_bytes_or_not_known),
+      row("peak memory, measured", &RunSummary::peak_bytes_measured, as_peak),
   };
   const bool several = std::any_of(runs.begin(), runs.end(),
                                    [](const NamedSummary& run) { return run.summary.ranks > 1; });

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "backend/backend.h"
 
@@ -27,5 +28,8 @@ class PeakMemory {
   Backend& backend_;
   std::optional<DeviceMemory> at_start_;
 };
+
+/// What people read of PeakMemory::bytes: "77.6 GiB", or "not known" for 0.
+std::string format_peak(std::int64_t bytes);
 
 }  // namespace agoq

@@ -31,6 +31,7 @@ TEST(PeakMemory, IsNotKnownWhereAnotherProgramGaveMemoryBack) {
   EXPECT_EQ(peak.bytes(550), 0);
   device.free = 950;
   EXPECT_EQ(peak.bytes(550), 0);
+  EXPECT_EQ(format_peak(0), "not known");
 }
 
 }  // namespace
