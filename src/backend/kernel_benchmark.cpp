@@ -18,7 +18,7 @@ constexpr std::int64_t kMaxRounds = 64;
 constexpr std::int64_t kDrawnElements = std::int64_t{1} << 22;
 constexpr double kEpsilon = 1e-5;
 constexpr int kCountedCapability = 90;  // the GPUs whose instructions instruction_counts.h counts
-constexpr std::size_t kRanks = 8;       // whose pieces of a gradient an update adds
+constexpr std::size_t kRanks = 8;       // whose pieces of a gradient are added
 
 /// One set of operands of an operation, and the operation on it.
 struct Case {
@@ -28,6 +28,11 @@ struct Case {
 
 std::int64_t bytes_of(const Tensor& tensor) { return static_cast<std::int64_t>(tensor.bytes()); }
 std::int64_t bytes_of(const QuantTensor& tensor) { return payload_bytes(tensor.format, tensor.grid); }
+std::int64_t bytes_of(const std::vector<QuantTensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const QuantTensor& tensor : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
 
 class KernelBenchmark {
  public:
@@ -59,6 +64,8 @@ class KernelBenchmark {
     adamw_update();
     adamw_update_pieces();
     sums_of_squares();
+    add_pieces();
+    pieces_sums_of_squares();
     rope();
     embedding_forward();
     embedding_backward();
@@ -341,15 +348,45 @@ class KernelBenchmark {
                 ", moments " + kFirstMoment.to_string(),
             [&] {
               const AdamwTensors tensors = adamw_tensors();
-              std::vector<QuantTensor> pieces;
-              std::int64_t bytes = bytes_of_update(tensors);
-              for (std::size_t rank = 0; rank < kRanks; ++rank) {
-                pieces.push_back(random(gradient_, grid.rows, grid.row_length, grid.segments));
-                bytes += bytes_of(pieces.back());
-              }
-              return Case{bytes, [=, this] {
+              const std::vector<QuantTensor> pieces = pieces_of(grid);
+              return Case{bytes_of_update(tensors) + bytes_of(pieces), [=, this] {
                             backend_.adamw_update_pieces(context_, pieces, tensors, kStep, {});
                           }};
+            });
+  }
+
+  /// What `kRanks` ranks hold of a gradient.
+  std::vector<QuantTensor> pieces_of(const BlockGrid& grid) {
+    std::vector<QuantTensor> pieces;
+    for (std::size_t rank = 0; rank < kRanks; ++rank) {
+      pieces.push_back(random(gradient_, grid.rows, grid.row_length, grid.segments));
+    }
+    return pieces;
+  }
+
+  void add_pieces() {
+    const BlockGrid grid = sizes_.parameter();
+    measure("add_pieces",
+            matrix(grid.rows, grid.row_length) +
+                fmt::format(" gradient of {} ranks, {}", kRanks, gradient_.to_string()),
+            [&] {
+              const std::vector<QuantTensor> pieces = pieces_of(grid);
+              const QuantTensor sum = take(memory_, gradient_, grid);
+              return Case{bytes_of(pieces) + bytes_of(sum),
+                          [=, this] { backend_.add_pieces(context_, pieces, sum, {}, {}); }};
+            });
+  }
+
+  void pieces_sums_of_squares() {
+    const BlockGrid grid = sizes_.parameter();
+    measure("pieces_sums_of_squares",
+            matrix(grid.rows, grid.row_length) +
+                fmt::format(" gradient of {} ranks, {}", kRanks, gradient_.to_string()),
+            [&] {
+              const std::vector<QuantTensor> pieces = pieces_of(grid);
+              const Tensor total = empty(ElementType::kFp64, Shape{1});
+              return Case{bytes_of(pieces) + bytes_of(total),
+                          [=, this] { backend_.pieces_sum_of_squares(context_, pieces, total); }};
             });
   }
 
@@ -362,9 +399,8 @@ class KernelBenchmark {
                 gradients.push_back(random(gradient_, grid.rows, grid.row_length, grid.segments));
               }
               const Tensor totals = empty(ElementType::kFp64, Shape{std::ssize(gradients)});
-              std::int64_t bytes = bytes_of(totals);
-              for (const QuantTensor& gradient : gradients) bytes += bytes_of(gradient);
-              return Case{bytes, [=, this] { backend_.sums_of_squares(context_, gradients, totals); }};
+              return Case{bytes_of(gradients) + bytes_of(totals),
+                          [=, this] { backend_.sums_of_squares(context_, gradients, totals); }};
             });
   }
 

@@ -38,6 +38,8 @@ TEST(KernelBenchmark, TimesEveryOperation) {
                                           "adamw_update",
                                           "adamw_update_pieces",
                                           "sums_of_squares",
+                                          "add_pieces",
+                                          "pieces_sums_of_squares",
                                           "rope",
                                           "embedding_forward",
                                           "embedding_backward",
@@ -63,6 +65,9 @@ TEST(KernelBenchmark, CountsEachByteOnce) {
   EXPECT_EQ(bytes_of("swiglu_backward_saved"), 32 * (2 * 384 + 2 * 384 + 4 * 53));
   // A parameter of [8, 192] in two segments a row: 96 codes and one scale of four bytes.
   EXPECT_EQ(bytes_of("accumulate"), 8 * (192 * 4 + 2 * 2 * 100));
+  // Eight ranks' pieces of it, and their sum; the sum of squares is eight bytes.
+  EXPECT_EQ(bytes_of("add_pieces"), 9 * 8 * 2 * 100);
+  EXPECT_EQ(bytes_of("pieces_sums_of_squares"), 8 * 8 * 2 * 100 + 8);
   // q and k of four and two heads of 16, read and written; the table; positions.
   EXPECT_EQ(bytes_of("rope"), 32 * (2 * 6 * 16 * 2 + 8 * 2 * 4 + 4));
 }
