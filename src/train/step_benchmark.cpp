@@ -61,6 +61,8 @@ double matrix_weights(const ModelConfig& model) {
 
 /// What the machine allows for one step, measured on operands of the step's sizes in the arenas' memory.
 class Floor {
+  static constexpr double kTimedSeconds = 0.005;
+
  public:
   /// With a measuring context and memory nothing is timed.
   Floor(const RunConfig& config, const Context& context, Arena& memory)
@@ -117,16 +119,23 @@ class Floor {
   }
 
  private:
-  /// Of `work` run again and again: the median of five after one more.
+  /// Of `work`: the median of five timings. Each is of as many calls in a row as make a single one's
+  /// launch too short to count, and too few for a GPU to come to its power limit.
   double seconds_of(const std::function<void()>& work) {
     if (memory_.is_measuring()) {
       work();
       return 1;
     }
-    backend_.time(context_, work);
+    backend_.time(context_, work);  // what is chosen or loaded once is not the machine's speed
+    const double once = std::max(backend_.time(context_, work), 1e-7);
+    const auto calls = static_cast<int>(std::clamp(kTimedSeconds / once, 1.0, 1000.0));
     std::vector<double> seconds;
     seconds.reserve(5);
-    for (int i = 0; i < 5; ++i) seconds.push_back(backend_.time(context_, work));
+    for (int i = 0; i < 5; ++i) {
+      seconds.push_back(backend_.time(context_, [&] {
+        for (int call = 0; call < calls; ++call) work();
+      }) / calls);
+    }
     return median(std::move(seconds));
   }
   Tensor random(Shape shape) {
