@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Training steps of agoq and of PyTorch + transformers on the same GPU, one after the other.
 
-usage: compare_step.py [--agoq build/agoq] [--out FILE] [--set KEY=VALUE]... [--steps N] [--warmup N] CASE...
+usage: compare_step.py [--agoq build/agoq] [--out FILE] [--set KEY=VALUE]... [--steps N] [--warmup N] [--speed-only] CASE...
 
 CASE = SHAPE:LAYERS:SEQUENCE:BATCH[:PEER[,PEER...]], for instance llama3-8b:8:16384:1:eager,ckpt. PEER is a mode of
-torch_llama.py (eager, ckpt, compile); without one only agoq runs. --set, --steps and --warmup go to agoq. Where agoq says
-how many layers have to be recomputed for a case to fit, it runs with that many.
+torch_llama.py (eager, ckpt, compile); without one only agoq runs. --set, --steps, --warmup and --speed-only go to agoq.
+Where agoq says how many layers have to be recomputed for a case to fit, it runs with that many.
 
 Prints a line per run and writes everything, with the commands, as JSON.
 """
@@ -55,23 +55,27 @@ def main():
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--steps")
     parser.add_argument("--warmup")
+    parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("cases", nargs="+")
     arguments = parser.parse_args()
     extra = [word for setting in arguments.set for word in ("--set", setting)]
     for option in ("steps", "warmup"):
         if getattr(arguments, option):
             extra += [f"--{option}", getattr(arguments, option)]
+    if arguments.speed_only:
+        extra.append("--speed-only")
     records = []
     for case in arguments.cases:
         shape, layers, sequence, batch, *peers = case.split(":")
         record = {"case": case, "time": datetime.datetime.now().isoformat(timespec="seconds")}
         record["agoq"] = run_agoq(arguments.agoq, shape, int(layers), int(sequence), int(batch), extra)
         ours = record["agoq"]["result"]
+        floor = f"{ours['share_of_floor']:.3f} of its floor, " if "share_of_floor" in ours else ""
         if "error" in ours:
             print(f"{case}: agoq: {ours['error']}", flush=True)
         else:
             print(f"{case}: agoq {ours['tokens_per_second']:.0f} tokens/s, MFU {ours['mfu']['causal']:.3f}, "
-                  f"{ours['share_of_floor']:.3f} of its floor, {ours['recompute_layers']} layers recomputed, arenas {ours['arena_bytes'] / 2**30:.1f} GiB, "
+                  f"{floor}{ours['recompute_layers']} layers recomputed, arenas {ours['arena_bytes'] / 2**30:.1f} GiB, "
                   f"peak {ours['peak_bytes_measured'] / 2**30:.2f} GiB (predicted "
                   f"{ours['peak_bytes_predicted'] / 2**30:.2f})", flush=True)
         record["peers"] = []

@@ -46,6 +46,7 @@ struct BenchArguments {
   std::int64_t tokens = 0;
   std::int64_t steps = 10;
   std::int64_t warmup = 3;
+  bool speed_only = false;
   std::int64_t elements = 0;
   std::int64_t bucket = CommunicationBenchmarkOptions{}.bucket_elements;
   std::int64_t repetitions = CommunicationBenchmarkOptions{}.repetitions;
@@ -73,6 +74,7 @@ void refuse_options_of_others(const BenchArguments& given) {
     refuse(!given.settings.empty(), "--set", "step");
     refuse(given.steps != usual.steps, "--steps", "step");
     refuse(given.warmup != usual.warmup, "--warmup", "step");
+    refuse(given.speed_only, "--speed-only", "step");
   }
   if (what != "comm") {
     refuse(given.elements != usual.elements, "--elements", "comm");
@@ -185,7 +187,7 @@ void bench_kernels(const BenchArguments& arguments) {
 }
 
 void print_step(const StepBenchmark& step, const RunConfig& config) {
-  if (step.ranks == 1) fmt::print("{}\n", operation_table(step.operations));
+  if (!step.operations.empty()) fmt::print("{}\n", operation_table(step.operations));
 
   Table table({{}, {"", Align::kRight}});
   const auto row = [&](const std::string& name, const std::string& value) {
@@ -198,12 +200,13 @@ void print_step(const StepBenchmark& step, const RunConfig& config) {
   row("  of which the host queues the gradients' work",
       fmt::format("{:.2f} ms, {:.1f} %", 1e3 * step.host_seconds,
                   100 * step.host_seconds / step.median_seconds));
-  if (step.ranks == 1) {
+  if (step.floor_seconds > 0) {
     row("operations, each by itself", fmt::format("{:.2f} ms", 1e3 * step.operations_seconds));
     row("floor of this machine",
         fmt::format("{:.2f} ms: the step is at {:.1f} % of its speed", 1e3 * step.floor_seconds,
                     100 * step.floor_seconds / step.median_seconds));
-  } else {
+  }
+  if (step.ranks > 1) {
     row(fmt::format("communication of {} ranks, exposed", step.ranks),
         fmt::format("{:.2f} ms, {:.2f} %", 1e3 * step.exposed_communication_seconds,
                     100 * step.exposed_communication_seconds / step.median_seconds));
@@ -246,6 +249,7 @@ void bench_step(const BenchArguments& arguments, ProcessRanks& ranks) {
   StepBenchmarkOptions options;
   options.steps = static_cast<int>(arguments.steps);
   options.warmup_steps = static_cast<int>(arguments.warmup);
+  options.speed_only = arguments.speed_only;
   Backend& backend = ranks.join(config.run.device, world_options(config, "."), config.run.threads);
   StepBenchmark step;
   ranks.watched({.timeout_seconds = config.parallel.timeout_seconds, .advice = kAdvice}, "bench step",
@@ -428,6 +432,9 @@ Action declare_bench(Arguments& arguments) {
   arguments.option("--set", "KEY=VALUE", given->settings, "step: override a setting");
   arguments.option("--steps", "N", given->steps, "step: steps that are timed");
   arguments.option("--warmup", "N", given->warmup, "step: steps before them");
+  arguments.flag("--speed-only", given->speed_only,
+                 "step: neither the time of each operation nor the machine's floor, which take several "
+                 "steps");
   arguments.option(
       "--elements", "N", given->elements,
       "comm: gradients that are reduced, a multiple of 4096 and 4096 for each rank at least; "

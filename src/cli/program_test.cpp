@@ -173,6 +173,24 @@ TEST(Program, BenchStepPrintsSpeedFloorAndShares) {
 #endif
 }
 
+TEST(Program, BenchStepTakesNoMoreStepsThanItIsAskedFor) {
+  const std::string command =
+      "bench step " + std::string(AGOQ_EXAMPLES) +
+      "/quickstart.toml --speed-only --steps 1 --warmup 0 --set train.sequence=32 --set "
+      "train.micro_batches=1 --set model.layers=1 --set model.hidden=64 --set model.heads=1 --set "
+      "model.kv_heads=1";
+  const Outcome outcome = run(command + " --json");
+  ASSERT_EQ(outcome.status, 0) << outcome.error;
+  const nlohmann::json json = nlohmann::json::parse(outcome.out);
+  EXPECT_GT(json.at("tokens_per_second"), 0.0);
+  EXPECT_FALSE(json.contains("floor_seconds"));
+  EXPECT_FALSE(json.contains("operations"));
+  const Outcome printed = run(command);
+  EXPECT_NE(printed.out.find("step, median of 1"), std::string::npos) << printed.out;
+  EXPECT_EQ(printed.out.find("floor"), std::string::npos) << printed.out;
+  expect_bad_input("bench comm --speed-only", "--speed-only is an option of agoq bench step, and");
+}
+
 TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   const Outcome outcome = run("bench kernels --tokens 2 --json");
   EXPECT_EQ(outcome.status, 0) << outcome.error;

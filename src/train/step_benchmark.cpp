@@ -279,7 +279,7 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
   }
   result.median_seconds = median(result.step_seconds);
   result.tokens_per_second = static_cast<double>(result.tokens) / result.median_seconds;
-  if (ranks.size() > 1) return result;
+  if (ranks.size() > 1 || options.speed_only) return result;
   {
     RunArenas arenas(backend.allocator(), result.plan.classes);
     ProfiledBackend profiled(backend);
@@ -316,7 +316,7 @@ std::string StepBenchmark::to_json(const RunConfig& config) const {
     json["exposed_communication_share"] = exposed_communication_seconds / median_seconds;
     json["rank_wait_seconds_median"] = rank_wait_seconds;
     json["shard_optimizer"] = config.parallel.reduction.sharded;
-  } else {
+  } else if (floor_seconds > 0) {
     json["floor_seconds"] = floor_seconds;
     json["share_of_floor"] = floor_seconds / median_seconds;
     json["copy_bytes_per_second"] = copy_bytes_per_second;

@@ -21,6 +21,8 @@ namespace agoq {
 struct StepBenchmarkOptions {
   int warmup_steps = 3;
   int steps = 10;
+  /// Neither operations by themselves nor the floor, which take several steps' time.
+  bool speed_only = false;
 };
 
 struct StepBenchmark {
@@ -40,11 +42,12 @@ struct StepBenchmark {
   std::optional<double> peak_flops;      // of the devices, dense BF16; nothing for those not listed
   std::int64_t peak_bytes_measured = 0;  // 0 where it is not known (PeakMemory)
   RunPlan plan;
-  // Of a rank that is alone only: of one step, each operation timed by itself; and the floor.
+  // Of a rank that is alone only, and not with speed_only: of one step, each operation timed by itself;
+  // and the floor.
   std::vector<OperationProfile> operations;
   double operations_seconds = 0;     // their sum
   double copy_bytes_per_second = 0;  // read and write
-  double floor_seconds = 0;          // of a step
+  double floor_seconds = 0;          // of a step; 0: not measured
   double loss = 0;                   // of the last step, so that nobody optimises it away
 
   std::string to_json(const RunConfig& config) const;
