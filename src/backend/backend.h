@@ -93,6 +93,16 @@ struct DeviceMemory {
   std::size_t total = 0;  // 0 where there is no device
   std::size_t free = 0;   // now, after every process's allocations
   std::size_t overhead = 0;  // measured: what kernels and libraries take during a run beside the arenas
+  std::size_t granule = 0;   // an allocation takes a multiple of it, one at least; 0: what it asks for
+  /// Measured: what a process takes once, before its first allocation, by using the device at all. Where
+  /// there is a device, `free` is without it already.
+  std::size_t context = 0;
+
+  /// What an allocation of so many bytes takes.
+  std::size_t taken_for(std::size_t bytes) const {
+    if (granule == 0) return bytes;
+    return bytes <= granule ? granule : (bytes + granule - 1) / granule * granule;
+  }
 };
 
 class Backend {

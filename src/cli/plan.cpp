@@ -82,6 +82,7 @@ void print_classes(const RunPlan& plan, std::int64_t ranks) {
     }
   }
   if (plan.device) {
+    add("rounding of allocations", plan.rounding_bytes());
     add("kernels and libraries", plan.device->overhead);
   } else {
     add("text", plan.data);

@@ -68,8 +68,15 @@ std::size_t RunPlan::arena_bytes() const {
   return bytes;
 }
 
+std::size_t RunPlan::rounding_bytes() const {
+  if (!device) return 0;
+  std::size_t bytes = 0;
+  for (const std::size_t of_class : classes) bytes += device->taken_for(of_class) - of_class;
+  return bytes;
+}
+
 std::size_t RunPlan::predicted_peak() const {
-  return arena_bytes() + (device ? device->overhead : data + checkpoint + program);
+  return arena_bytes() + rounding_bytes() + (device ? device->overhead : data + checkpoint + program);
 }
 
 std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
@@ -208,6 +215,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
   if (plan.device) {
     json["device"]["name"] = plan.device->name;
     json["device"]["total_bytes"] = plan.device->total;
+    json["device"]["rounding_bytes"] = plan.rounding_bytes();
     json["device"]["overhead_bytes"] = plan.device->overhead;
   }
   json["peak_bytes_predicted"] = plan.predicted_peak();

@@ -33,6 +33,8 @@ struct RunPlan {
   std::size_t predicted_peak() const;
   /// Sum over the arenas.
   std::size_t arena_bytes() const;
+  /// What the device takes for the arenas beyond that: it gives out whole granules.
+  std::size_t rounding_bytes() const;
 };
 
 /// Throws Error (kInput) naming a setting that helps when the plan does not fit the free memory of the

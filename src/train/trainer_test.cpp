@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -197,6 +198,39 @@ TEST(Trainer, TheSameSeedGivesTheSameLosses) {
     }
   }
   EXPECT_EQ(losses[0], losses[1]);
+}
+
+// A GPU gives out whole pieces, one for an empty arena too: what it then lacks is in the peak.
+TEST(RunPlan, CountsTheWholePiecesThatADeviceGives) {
+  constexpr std::size_t kGranule = std::size_t{2} << 20, kOverhead = 12345;
+  struct Coarse : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override {
+      return DeviceMemory{.name = "a GPU", .overhead = kOverhead, .granule = kGranule};
+    }
+  };
+  Coarse backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.run.sequence = 4000;
+  const RunPlan plan = plan_run(config, backend, 0, false);
+  std::size_t sum = 0, taken = 0;
+  for (const std::size_t bytes : plan.classes) {
+    sum += bytes;
+    taken += std::max<std::size_t>((bytes + kGranule - 1) / kGranule, 1) * kGranule;
+  }
+  ASSERT_GT(*std::max_element(plan.classes.begin(), plan.classes.end()), kGranule);
+  EXPECT_EQ(plan.arena_bytes(), sum);
+  EXPECT_EQ(plan.rounding_bytes(), taken - sum);
+  EXPECT_EQ(plan.predicted_peak(), taken + kOverhead);
+  // Host memory is not rounded.
+  EXPECT_EQ(plan_run(config, cpu_backend(), 0, false).rounding_bytes(), 0);
+
+  const DeviceMemory fine{.name = "a GPU"};
+  EXPECT_EQ(fine.taken_for(5), 5);
+  const DeviceMemory coarse{.name = "a GPU", .granule = 8};
+  EXPECT_EQ(coarse.taken_for(0), 8);
+  EXPECT_EQ(coarse.taken_for(8), 8);
+  EXPECT_EQ(coarse.taken_for(9), 16);
 }
 
 // What does not fit a device is said before the run, with the fewest layers to recompute that fit.

@@ -1,7 +1,5 @@
 #include "backend/cuda/cuda_backend.h"
 
-#include <algorithm>
-
 #include "backend/cuda/device.h"
 #include "backend/cuda/libraries.h"
 #include "backend/gpu_requirements.h"
@@ -9,10 +7,19 @@
 namespace agoq::cuda {
 namespace {
 
-// What the free memory of an H200 falls by during a run beside the arenas: kernels that are loaded at
-// their first launch, cuBLASLt's and cuDNN's own memory. 19.7 to 21.4 MiB in six runs of different
-// shapes (CUDA 13.0, cuDNN 9.19; benchmarks/results/2026-11-29-h200-step.json).
-constexpr std::size_t kOverheadBytes = std::size_t{22} << 20;
+// What the free memory of an H200 falls by during a run beside the arenas, whose allocations are rounded
+// up to kPieceBytes: kernels that are loaded at their first launch, cuBLASLt's and cuDNN's own
+// memory. 14.0 MiB in thirteen runs of different shapes, 16.0 in one of 65,536 tokens (CUDA 13.0,
+// cuDNN 9.19; benchmarks/results/2026-11-30-2xh200-one-gpu.json).
+constexpr std::size_t kOverheadBytes = std::size_t{16} << 20;
+
+// What a process's context takes of the GPU: what an H200 with driver 580.159 and no other program had
+// not free right after the context was made, 552,402,944 of 150,109,880,320 bytes.
+constexpr std::size_t kContextBytes = std::size_t{527} << 20;
+
+// A process that is given a piece of this one's memory maps the whole that the driver took it from, once
+// (CUDA IPC): two pieces of one such whole could not be given. This is what the driver takes at least.
+constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
 
 Device look_for_device() {
   int count = 0;
@@ -35,17 +42,21 @@ Device look_for_device() {
   return found;
 }
 
-// A process that is given a piece of this one's memory maps the whole that the driver took it from, once
-// (CUDA IPC): two pieces of one such whole could not be given. This is what the driver takes at least.
-constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+/// What is known of a device's memory wherever it is: of this build's kernels and libraries.
+DeviceMemory known_memory() {
+  DeviceMemory memory;
+  memory.overhead = kOverheadBytes;
+  memory.granule = kPieceBytes;
+  memory.context = kContextBytes;
+  return memory;
+}
 
 class DeviceAllocator : public Allocator {
  public:
   std::byte* allocate(std::size_t bytes) override {
     const Device& gpu = device();
     void* memory = nullptr;
-    const std::size_t pieces = std::max<std::size_t>((bytes + kPieceBytes - 1) / kPieceBytes, 1);
-    const cudaError_t status = cudaMalloc(&memory, pieces * kPieceBytes);
+    const cudaError_t status = cudaMalloc(&memory, known_memory().taken_for(bytes));
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();  // this error does not stick
       std::size_t free = 0, total = 0;
@@ -75,8 +86,7 @@ Allocator& CudaBackend::allocator() {
 }
 
 std::optional<DeviceMemory> CudaBackend::device_memory() {
-  DeviceMemory memory;
-  memory.overhead = kOverheadBytes;
+  DeviceMemory memory = known_memory();
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
     cudaGetLastError();
