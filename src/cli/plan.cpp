@@ -91,7 +91,17 @@ void print_classes(const RunPlan& plan, std::int64_t ranks) {
   }
   table.add_rule();
   add("predicted peak", plan.predicted_peak());
+  if (plan.device && plan.device->context > 0) {
+    table.add_row(
+        {"CUDA context, beside it", bytes_text(static_cast<std::int64_t>(plan.device->context))});
+  }
   fmt::print("{}", table.to_string());
+  if (plan.device && plan.device->context > 0) {
+    fmt::print(
+        "\nThe process takes its CUDA context once, before the run: it is in neither the predicted nor "
+        "the "
+        "measured peak.\n");
+  }
 }
 
 std::string ranks_text(const RunConfig& config) {

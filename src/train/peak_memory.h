@@ -1,8 +1,8 @@
 // The highest use of the memory that a run's arenas lie in, beside the plan's prediction.
 //
 // The host's is counted (memory_probe.h). A device's is the fall of its free memory since the run began:
-// the driver's tables and the libraries' modules are in it, which no allocator sees. So is whatever
-// other programs take or give there meanwhile.
+// the driver's tables and the libraries' modules are in it, which no allocator sees, but not the
+// process's context, which asking takes. So is whatever other programs take or give there meanwhile.
 #pragma once
 
 #include <cstddef>

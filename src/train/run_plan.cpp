@@ -217,6 +217,7 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
     json["device"]["total_bytes"] = plan.device->total;
     json["device"]["rounding_bytes"] = plan.rounding_bytes();
     json["device"]["overhead_bytes"] = plan.device->overhead;
+    json["device"]["context_bytes"] = plan.device->context;
   }
   json["peak_bytes_predicted"] = plan.predicted_peak();
   for (int r = 0; r < kSlotRoles; ++r) {

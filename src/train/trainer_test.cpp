@@ -8,8 +8,10 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "backend/profiled_backend.h"
+#include "checkpoint/json_text.h"
 #include "train/run_plan.h"
 #include "train/tiny_model.h"
 
@@ -231,6 +233,22 @@ TEST(RunPlan, CountsTheWholePiecesThatADeviceGives) {
   EXPECT_EQ(coarse.taken_for(0), 8);
   EXPECT_EQ(coarse.taken_for(8), 8);
   EXPECT_EQ(coarse.taken_for(9), 16);
+}
+
+// It is taken before a run's peak begins.
+TEST(RunPlan, ListsTheContextBesideThePeak) {
+  struct WithContext : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override {
+      return DeviceMemory{.name = "a GPU", .context = 12345};
+    }
+  };
+  WithContext backend(cpu_backend());
+  const RunPlan plan = plan_run(tiny_config(), backend, 0, false);
+  EXPECT_EQ(plan.predicted_peak(), plan.arena_bytes());
+  const auto json = parse_json(to_json(plan, tiny_config()));
+  EXPECT_EQ(json.at("device").at("context_bytes"), 12345);
+  EXPECT_EQ(json.at("peak_bytes_predicted"), plan.arena_bytes());
 }
 
 // What does not fit a device is said before the run, with the fewest layers to recompute that fit.
