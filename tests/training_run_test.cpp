@@ -8,6 +8,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <regex>
 #include <string>
 #include <thread>
@@ -19,6 +20,7 @@
 #include "core/temporary_folder.h"
 #include "keep_baseline.h"
 #include "train/inference.h"
+#include "train/step_benchmark.h"
 #include "train/tiny_model.h"
 
 namespace agoq {
@@ -114,6 +116,44 @@ TEST(TrainingRun, AgoqLearnsLikeKeepAndBetterThanAnOrder1Model) {
     EXPECT_LT(share(a.moment_bytes, k.moment_bytes), 0.27);
   }
   EXPECT_LE(ratios / 3, 1.01);
+}
+
+// A library that is missing is the one line of the run's end: a plan of what would be done without it,
+// with its own warning, is not made.
+TEST(TrainingRun, WhatADeviceMissesIsSaidBeforeARunIsPlanned) {
+  struct Unready : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    void set_deterministic(bool mode) override { deterministic = mode; }
+    void expect_ready() override { fail_input("no cuDNN in mode {}", deterministic); }
+    void attention_forward(const Context& context, const AttentionShape& shape, const Tensor& qkv,
+                           const Documents& documents, const Tensor& out,
+                           const Tensor& log_sum_exp) override {
+      planned = true;
+      ProfiledBackend::attention_forward(context, shape, qkv, documents, out, log_sum_exp);
+    }
+    bool deterministic = false, planned = false;
+  };
+  const TemporaryFolder folder;
+  write_text(folder);
+  for (const bool deterministic : {false, true}) {
+    Unready backend(cpu_backend());
+    RunConfig config = small_run(folder, "unready");
+    config.run.deterministic = deterministic;
+    const auto failure = [&](const std::function<void()>& work) -> std::string {
+      try {
+        work();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kInput);
+        return error.what();
+      }
+      return "";
+    };
+    const std::string missing = fmt::format("no cuDNN in mode {}", deterministic);
+    EXPECT_EQ(failure([&] { run_training(config, backend, {RunStart::kNew, false}); }), missing);
+    EXPECT_FALSE(fs::exists(config.run.directory));
+    EXPECT_EQ(failure([&] { benchmark_step(config, backend, *single_rank(), {}); }), missing);
+    EXPECT_FALSE(backend.planned);
+  }
 }
 
 TEST(TrainingRun, AResumedRunHasTheLossesOfAnUninterruptedOne) {

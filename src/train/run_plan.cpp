@@ -95,6 +95,11 @@ std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Ba
   return enough;
 }
 
+void expect_ready(const RunConfig& config, Backend& backend) {
+  backend.set_deterministic(config.run.deterministic);
+  backend.expect_ready();
+}
+
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend) {
   if (fits_device(plan)) return;
   const std::optional<std::int64_t> layers =

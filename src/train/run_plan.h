@@ -37,6 +37,10 @@ struct RunPlan {
   std::size_t rounding_bytes() const;
 };
 
+/// Backend::expect_ready in the run's mode. To be called before the run is planned: where a library is
+/// missing, a plan is made as if the run could do without it, and warns.
+void expect_ready(const RunConfig& config, Backend& backend);
+
 /// Throws Error (kInput) naming a setting that helps when the plan does not fit the free memory of the
 /// device that it is for.
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend);

@@ -220,10 +220,10 @@ StepBenchmark benchmark_step(const RunConfig& given, Backend& backend, Communica
   StepBenchmark result;
   result.ranks = ranks.size();
   together(ranks, [&] {
+    expect_ready(config, backend);
     result.plan = plan_run(config, backend, 0, false);
     result.plan.checkpoint = 0;  // none is written
     check_fits(result.plan, config, backend);
-    backend.expect_ready();
   });
   result.tokens = config.run.tokens_per_step();
   result.model_flops = static_cast<double>(result.tokens) *

@@ -172,9 +172,9 @@ RunSummary run_steps(const RunConfig& given, Backend& backend, Communicator& ran
                 config.model.vocabulary);
     // Before the arenas exist: its table of byte pairs must not add to the peak.
     order1_byte_loss = loaded->order1_loss();
+    expect_ready(config, backend);
     plan = plan_run(config, backend, loaded->bytes(), /*data_loaded=*/true);
     check_fits(plan, config, backend);
-    backend.expect_ready();
   });
   RunDirectory& directory = *opened;
   const Dataset& data = *loaded;
