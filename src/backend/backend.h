@@ -105,12 +105,20 @@ struct DeviceMemory {
   }
 };
 
+/// A library that a backend opens when it runs.
+struct BackendLibrary {
+  std::string name;     // "cuDNN"
+  std::string version;  // "9.19", or in words why it cannot be used
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
 
   virtual std::string_view name() const = 0;    // "cpu", "cuda"
   virtual std::string description() const = 0;  // one line for `agoq info`
+  /// What else a run here depends on, for `agoq info`; needs no device.
+  virtual std::vector<BackendLibrary> found_libraries() { return {}; }
   virtual Allocator& allocator() = 0;
   /// Of the device whose memory the allocator hands out; nothing where that is the host's.
   virtual std::optional<DeviceMemory> device_memory() = 0;

@@ -16,9 +16,6 @@ constexpr LibraryVersion kOldestCudnn{9, 8};
 constexpr int kOldestLookedFor = 8, kNewestLookedFor = 16;
 
 std::string version_of(int cuda) { return fmt::format("{}.{}", cuda / 1000, cuda % 1000 / 10); }
-std::string text_of(const LibraryVersion& version) {
-  return fmt::format("{}.{}", version.major, version.minor);
-}
 
 /// "libcublasLt.so.13": "libcublasLt.so." and 13; major 0 when the name has no version.
 struct Soname {
@@ -56,6 +53,10 @@ std::string source_of(const std::string& library) {
 
 }  // namespace
 
+std::string to_string(const LibraryVersion& version) {
+  return fmt::format("{}.{}", version.major, version.minor);
+}
+
 void check_gpu_search(const GpuSearch& search) {
   check_input(search.driver != 0,
               "a GPU run needs an NVIDIA driver that serves CUDA {} and this machine has none: install "
@@ -84,19 +85,19 @@ void check_cublas(const LibraryVersion& built, const LibraryVersion& found) {
               "this build needs cuBLASLt {}.x and the loader finds {}: install the libraries of CUDA {} "
               "(https://developer.nvidia.com/cuda-downloads) or put their folder first in "
               "LD_LIBRARY_PATH",
-              built.major, text_of(found), built.major);
+              built.major, to_string(found), built.major);
 }
 
 std::string cudnn_problem(const LibraryVersion& built, const LibraryVersion& found,
                           const std::string& opening) {
   if (found.major == built.major && found >= kOldestCudnn) return "";
   const std::string came = found.major == 0 ? fmt::format("could not be opened ({})", opening)
-                                            : fmt::format("is {}", text_of(found));
+                                            : fmt::format("is {}", to_string(found));
   return fmt::format(
       "attention needs cuDNN {} or a newer {}.x, and libcudnn.so.{} {}: install it "
       "(https://developer.nvidia.com/cudnn, or PyPI's nvidia-cudnn-cu13 or -cu12) or add its folder to "
       "LD_LIBRARY_PATH",
-      text_of(kOldestCudnn), built.major, built.major, came);
+      to_string(kOldestCudnn), built.major, built.major, came);
 }
 
 bool loader_finds(const std::string& name) {

@@ -29,6 +29,7 @@ struct LibraryVersion {
   int major = 0, minor = 0;
   auto operator<=>(const LibraryVersion&) const = default;
 };
+std::string to_string(const LibraryVersion& version);  // "9.8"
 
 /// Throws Error (kInput) when cuBLASLt is of another major version than the build's.
 void check_cublas(const LibraryVersion& built, const LibraryVersion& found);

@@ -33,6 +33,7 @@ class ProfiledBackend : public Backend {
 
   std::string_view name() const override { return backend_.name(); }
   std::string description() const override { return backend_.description(); }
+  std::vector<BackendLibrary> found_libraries() override { return backend_.found_libraries(); }
   Allocator& allocator() override { return backend_.allocator(); }
   std::optional<DeviceMemory> device_memory() override { return backend_.device_memory(); }
   double time(const Context&, const std::function<void()>& work,

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <thread>
+#include <vector>
 
 #include "backend/backend.h"
 #include "checkpoint/json_text.h"
@@ -43,16 +44,22 @@ std::int64_t available_memory() {
 }
 
 struct Cuda {
-  bool available;
+  bool available = false;
   std::string text;  // the GPU, or why there is none
+  std::vector<BackendLibrary> libraries;
 };
 
 Cuda find_cuda() {
+  Cuda cuda;
   try {
-    return {true, cuda_backend().description()};
+    Backend& backend = cuda_backend();
+    cuda.libraries = backend.found_libraries();  // plans read them without a GPU
+    cuda.text = backend.description();
+    cuda.available = true;
   } catch (const Error& error) {
-    return {false, error.what()};
+    cuda.text = error.what();
   }
+  return cuda;
 }
 
 void print_info() {
@@ -64,6 +71,7 @@ void print_info() {
   table.add_row({"backend", cpu_backend().description()});
   const Cuda cuda = find_cuda();
   table.add_row({"", cuda.available ? cuda.text : "cuda: no: " + cuda.text});
+  for (const auto& [name, version] : cuda.libraries) table.add_row({name, version});
   table.add_row({"processor", fmt::format("{}, {} threads", proc_field("/proc/cpuinfo", "model name"),
                                           std::thread::hardware_concurrency())});
   table.add_row({"memory", fmt::format("{}, {} available", format_bytes(machine_memory()),
@@ -85,6 +93,7 @@ void print_info_json() {
   const Cuda cuda = find_cuda();
   json["cuda"]["available"] = cuda.available;
   json["cuda"][cuda.available ? "description" : "reason"] = cuda.text;
+  for (const auto& [name, version] : cuda.libraries) json["cuda"]["libraries"][name] = version;
   json["processor"] = proc_field("/proc/cpuinfo", "model name");
   json["threads"] = omp_get_max_threads();
   json["memory_bytes"] = machine_memory();

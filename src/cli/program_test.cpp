@@ -138,6 +138,16 @@ TEST(Program, InfoIsReadByPeopleAndByPrograms) {
   EXPECT_FALSE(json.at("compiler").get<std::string>().empty());
   const bool cuda = json.at("cuda").at("available").get<bool>();
   EXPECT_FALSE(json.at("cuda").at(cuda ? "description" : "reason").get<std::string>().empty());
+  // Of a build that has the backend, also where there is no GPU.
+  if (json.at("cuda").contains("libraries")) {
+    for (const char* library : {"cuBLASLt", "cuDNN"}) {
+      const std::string version = json.at("cuda").at("libraries").at(library);
+      EXPECT_FALSE(version.empty());
+      EXPECT_NE(text.out.find(version), std::string::npos) << text.out;
+    }
+  } else {
+    EXPECT_FALSE(cuda);
+  }
 #ifdef AGOQ_SANITIZED
   EXPECT_FALSE(json.at("memory_probe").get<bool>());
 #else

@@ -24,6 +24,7 @@ class CudaBackend : public Backend {
 
   std::string_view name() const override { return "cuda"; }
   std::string description() const override;
+  std::vector<BackendLibrary> found_libraries() override;
   Allocator& allocator() override;
   std::optional<DeviceMemory> device_memory() override;
   double time(const Context&, const std::function<void()>& work,

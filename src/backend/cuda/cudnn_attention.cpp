@@ -102,6 +102,7 @@ bool CudnnAttention::available() {
   state_->warned = true;
   return false;
 }
+std::string CudnnAttention::description() { return "not in this build (see ./dev build)"; }
 const std::string& CudnnAttention::problem() { return state_->problem; }
 bool CudnnAttention::forward(const Context&, const AttentionShape&, const Tensor&, const Documents&,
                              const Tensor&, const Tensor&, std::byte*) {
@@ -327,8 +328,10 @@ GraphKey key_of(const AttentionShape& shape, const Documents& documents, std::in
 }  // namespace
 
 struct CudnnAttention::State {
-  bool looked = false;
-  std::string problem;  // known after look()
+  bool looked = false, warned = false;
+  // Known after look():
+  std::string problem;
+  LibraryVersion version;
   void* library = nullptr;
   cudnnHandle_t handle = nullptr;
   std::map<GraphKey, Graph> graphs;
@@ -348,11 +351,8 @@ struct CudnnAttention::State {
     }
     problem =
         cudnn_problem({CUDNN_MAJOR, CUDNN_MINOR}, found, words == nullptr ? "it is no cuDNN" : words);
-    if (problem.empty()) {
-      cudnn_frontend::cudnn_dlhandle = library;
-    } else {
-      warn(problem);
-    }
+    if (problem.empty()) cudnn_frontend::cudnn_dlhandle = library;
+    version = found;
     return problem.empty();
   }
 
@@ -539,7 +539,15 @@ CudnnAttention::CudnnAttention() : state_(std::make_unique<State>()) {}
 // that handle and graphs refer to may be gone.
 CudnnAttention::~CudnnAttention() { static_cast<void>(state_.release()); }
 
-bool CudnnAttention::available() { return state_->look(); }
+bool CudnnAttention::available() {
+  const bool found = state_->look();
+  if (!found && !state_->warned) warn(state_->problem);
+  state_->warned = true;
+  return found;
+}
+std::string CudnnAttention::description() {
+  return state_->look() ? to_string(state_->version) : state_->problem;
+}
 const std::string& CudnnAttention::problem() {
   state_->look();
   return state_->problem;

@@ -42,6 +42,8 @@ class CudnnAttention {
 
   /// Whether cuDNN was found; needs no GPU. The first call that finds none writes a line to stderr.
   bool available();
+  /// Its version, or why there is none.
+  std::string description();
   /// What is wrong with the cuDNN that this build asks for, and what to do; empty where it serves, or
   /// the build has none.
   const std::string& problem();

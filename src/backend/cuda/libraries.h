@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "backend/cuda/cudnn_attention.h"
+#include "backend/gpu_requirements.h"
 #include "core/element_type.h"
 #include "quant/format.h"
 
@@ -53,6 +54,8 @@ struct Libraries {
   Libraries(const Libraries&) = delete;
   Libraries& operator=(const Libraries&) = delete;
 
+  /// Of the library that the loader found.
+  static LibraryVersion cublas_version();
   /// cuBLASLt's handle; throws Error when there is no usable GPU.
   cublasLtHandle_t cublas();
 

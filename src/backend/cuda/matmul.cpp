@@ -369,11 +369,15 @@ Libraries::Libraries() = default;
 // destroyed, the driver may be gone.
 Libraries::~Libraries() = default;
 
+LibraryVersion Libraries::cublas_version() {
+  const int version = static_cast<int>(cublasLtGetVersion());  // 130002: 13.0.2
+  return {version / 10000, version % 10000 / 100};
+}
+
 cublasLtHandle_t Libraries::cublas() {
   if (cublas_ == nullptr) {
     device();  // says what is missing where there is no GPU
-    const int version = static_cast<int>(cublasLtGetVersion());
-    check_cublas({CUBLAS_VER_MAJOR, CUBLAS_VER_MINOR}, {version / 10000, version % 10000 / 100});
+    check_cublas({CUBLAS_VER_MAJOR, CUBLAS_VER_MINOR}, cublas_version());
     expect_success(cublasLtCreate(&cublas_), "opening cuBLASLt");
     for (cudaEvent_t& event : events) cuda::expect_success(cudaEventCreate(&event), "opening cuBLASLt");
   }
@@ -386,6 +390,11 @@ CudaBackend::~CudaBackend() = default;
 Libraries& CudaBackend::libraries() {
   if (!libraries_) libraries_ = std::make_unique<Libraries>();
   return *libraries_;
+}
+
+std::vector<BackendLibrary> CudaBackend::found_libraries() {
+  return {{"cuBLASLt", to_string(Libraries::cublas_version())},
+          {"cuDNN", libraries().attention.description()}};
 }
 
 void CudaBackend::set_deterministic(bool deterministic) {
