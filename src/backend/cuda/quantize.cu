@@ -110,53 +110,51 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks - (code == Code::kDy
 constexpr int kFlatChunk = kWarp * kVector;
 constexpr int kFlatChunks = 2;
 constexpr int kFlatResidentBlocks = 4;  // 64 registers
-constexpr int kAccumulateBlocks = 5;    // 48 registers
 
 unsigned flat_blocks_for(std::int64_t chunks) {
   constexpr std::int64_t kPerBlock = kThreads / kWarp * kFlatChunks;
-  return grid_blocks((chunks + kPerBlock - 1) / kPerBlock, 4 * kFlatResidentBlocks);
+  return static_cast<unsigned>((chunks + kPerBlock - 1) / kPerBlock);
 }
 
-/// accumulate into e4m3 with FP32 scales.
+/// accumulate into e4m3 with FP32 scales: kFlatChunks chunks for a warp. Blocks that stayed and walked
+/// the tensor would drift apart, as in whole_blocks_for.
 template <typename Storage>
-__global__ void __launch_bounds__(kThreads, kAccumulateBlocks)
+__global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
     flat_accumulate_kernel(const Storage* addend, uint2* codes, float* scales, int block_shift,
                            ChunkCut cut, std::int64_t* counters) {
-  await_predecessors();
   const int lanes = (1 << block_shift) / kVector;  // of a block
   const bool leads_block = (lane_index() & (lanes - 1)) == 0;
+  const std::uint64_t first =
+      (std::uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
+  await_predecessors();
+  if (first >= cut.total_chunks) return;  // the whole warp
+  float x[kFlatChunks][kVector];
+  uint2 loaded[kFlatChunks];
+  float scale[kFlatChunks];
+  ChunkCut::Place place[kFlatChunks];
+#pragma unroll
+  for (int k = 0; k < kFlatChunks; ++k) {
+    place[k] = cut.place(static_cast<std::uint32_t>(first) + k, block_shift);
+    if (first + k >= cut.total_chunks) place[k].exists = false;
+    if (place[k].exists) {
+      load_vector(addend + place[k].element, x[k]);
+      loaded[k] = codes[place[k].element / kVector];
+      scale[k] = scales[place[k].block];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[k][i] = 0.0f;
+      loaded[k] = make_uint2(0, 0);
+      scale[k] = 0.0f;
+    }
+  }
   LaneCounts counts;
-  const std::uint64_t step = std::uint64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
-  for (std::uint64_t first =
-           (std::uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
-       first < cut.total_chunks; first += step) {
-    float x[kFlatChunks][kVector];
-    uint2 loaded[kFlatChunks];
-    float scale[kFlatChunks];
-    ChunkCut::Place place[kFlatChunks];
 #pragma unroll
-    for (int k = 0; k < kFlatChunks; ++k) {
-      place[k] = cut.place(static_cast<std::uint32_t>(first) + k, block_shift);
-      if (first + k >= cut.total_chunks) place[k].exists = false;
-      if (place[k].exists) {
-        load_vector(addend + place[k].element, x[k]);
-        loaded[k] = codes[place[k].element / kVector];
-        scale[k] = scales[place[k].block];
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[k][i] = 0.0f;
-        loaded[k] = make_uint2(0, 0);
-        scale[k] = 0.0f;
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kFlatChunks; ++k) {
-      add_e4m3_vector(loaded[k], scale[k], x[k]);
-      const uint2 encoded = encode_e4m3(x[k], lanes, scale[k], counts);
-      if (!place[k].exists) continue;
-      codes[place[k].element / kVector] = encoded;
-      if (leads_block) scales[place[k].block] = scale[k];
-    }
+  for (int k = 0; k < kFlatChunks; ++k) {
+    add_e4m3_vector(loaded[k], scale[k], x[k]);
+    const uint2 encoded = encode_e4m3(x[k], lanes, scale[k], counts);
+    if (!place[k].exists) continue;
+    codes[place[k].element / kVector] = encoded;
+    if (leads_block) scales[place[k].block] = scale[k];
   }
   counts.add_to(counters);
 }
@@ -167,38 +165,35 @@ __global__ void __launch_bounds__(kThreads, kFlatResidentBlocks)
     flat_dequantize_kernel(const std::uint32_t* codes, const std::uint8_t* scales, const Bf16* super,
                            int block_shift, std::uint32_t chunks_per_segment,
                            std::uint32_t groups_per_segment, std::int64_t chunks, Storage* destination) {
-  await_predecessors();
   const float level = group_detail::level_of_lane<Code::kNf4>();
-  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / kWarp) * kFlatChunks;
-  for (std::int64_t first =
-           (std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
-       first < chunks; first += step) {
-    std::uint32_t loaded[kFlatChunks];
-    float scale[kFlatChunks];
+  const std::int64_t first =
+      (std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp) * kFlatChunks;
+  await_predecessors();
+  std::uint32_t loaded[kFlatChunks];
+  float scale[kFlatChunks];
 #pragma unroll
-    for (int k = 0; k < kFlatChunks; ++k) {
-      const std::int64_t vector = (first + k) * kWarp + lane_index();
-      if (first + k < chunks) {
-        const auto chunk = static_cast<std::uint32_t>(first + k);
-        const std::uint32_t segment = chunk / chunks_per_segment;
-        const std::uint32_t in_segment = chunk - segment * chunks_per_segment;
-        loaded[k] = codes[vector];
-        scale[k] =
-            two_level_scale(scales[vector * kVector >> block_shift],
-                            super[std::int64_t{segment} * groups_per_segment + in_segment / kChunks]);
-      }
+  for (int k = 0; k < kFlatChunks; ++k) {
+    const std::int64_t vector = (first + k) * kWarp + lane_index();
+    if (first + k < chunks) {
+      const auto chunk = static_cast<std::uint32_t>(first + k);
+      const std::uint32_t segment = chunk / chunks_per_segment;
+      const std::uint32_t in_segment = chunk - segment * chunks_per_segment;
+      loaded[k] = codes[vector];
+      scale[k] =
+          two_level_scale(scales[vector * kVector >> block_shift],
+                          super[std::int64_t{segment} * groups_per_segment + in_segment / kChunks]);
     }
+  }
 #pragma unroll
-    for (int k = 0; k < kFlatChunks; ++k) {
-      if (first + k >= chunks) continue;  // the whole warp
-      group_detail::VectorCodes vector_codes{loaded[k], 0};
-      if (scale[k] == 0.0f) vector_codes = group_detail::zero_codes<Code::kNf4>();
-      float x[kVector];
-      group_detail::decode_vector<Code::kNf4>(vector_codes, level, x);
+  for (int k = 0; k < kFlatChunks; ++k) {
+    if (first + k >= chunks) continue;  // the whole warp
+    group_detail::VectorCodes vector_codes{loaded[k], 0};
+    if (scale[k] == 0.0f) vector_codes = group_detail::zero_codes<Code::kNf4>();
+    float x[kVector];
+    group_detail::decode_vector<Code::kNf4>(vector_codes, level, x);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) x[i] *= scale[k];
-      store_vector(x, destination + ((first + k) * kWarp + lane_index()) * kVector);
-    }
+    for (int i = 0; i < kVector; ++i) x[i] *= scale[k];
+    store_vector(x, destination + ((first + k) * kWarp + lane_index()) * kVector);
   }
 }
 
