@@ -61,6 +61,44 @@ TEST(CudaMatmul, AgreesWithTheCpu) {
   }
 }
 
+// The three products of a linear layer y = x w^T: y, dx = dy w and dw = dy^T x.
+struct Layer {
+  std::int64_t rows, out, in;
+};
+// Widths of LLaMA3-8B, LLaMA-7B, OLMo and SmolLM, whole and cut for eight ranks. Those of 14,336 by few
+// others: 1.6e11 multiplications and additions in all are what the CPU has to do.
+constexpr Layer kLayers[] = {{1, 14336, 576},   {1, 4096, 2048},   {1, 1792, 1376},   {1000, 2048, 1376},
+                             {1000, 1792, 576}, {1025, 4096, 576}, {1025, 14336, 192}};
+
+TEST(CudaMatmul, AgreesWithTheCpuAtTheWidthsOfModels) {
+  AGOQ_NEEDS_GPU();
+  for (const Layer& layer : kLayers) {
+    for (const Types& types : kTypes) {
+      SCOPED_TRACE(fmt::format("{} rows, {} to {}, {} to {}", layer.rows, layer.in, layer.out,
+                               name_of(types.operand), name_of(types.result)));
+      Pair pair(std::size_t{512} << 20);
+      const Twin x = pair.drawn(types.operand, Shape{layer.rows, layer.in}),
+                 w = pair.drawn(types.operand, Shape{layer.out, layer.in}),
+                 dy = pair.drawn(types.operand, Shape{layer.rows, layer.out});
+      const auto expect_same = [&](const char* name, const Twin& a, Transpose flip_a, const Twin& b,
+                                   Transpose flip_b, Shape shape, std::int64_t terms) {
+        const Twin c = pair.empty(types.result, shape);
+        cpu_backend().matmul(pair.cpu, a.cpu, flip_a, b.cpu, flip_b, c.cpu, false);
+        cuda_backend().matmul(pair.cuda, a.cuda, flip_a, b.cuda, flip_b, c.cuda, false);
+        // The tensor cores cut what they add to the sum's last bit, towards zero, every 16 terms: with
+        // 14,336 terms 1.1e-5 of a sum (emulated), with 4,096 a third of that.
+        const double longer = terms > 4096 ? 5.0 : 1.0;
+        EXPECT_LE(pair.error(c), types.result == kBf16 ? types.tolerance : longer * types.tolerance)
+            << name;
+      };
+      const Transpose no = Transpose::kNo, yes = Transpose::kYes;
+      expect_same("y", x, no, w, yes, Shape{layer.rows, layer.out}, layer.in);
+      expect_same("dx", dy, no, w, no, Shape{layer.rows, layer.in}, layer.out);
+      expect_same("dw", dy, yes, x, no, Shape{layer.out, layer.in}, layer.rows);
+    }
+  }
+}
+
 // Each call of an accumulating product adds once, the timed first one too.
 TEST(CudaMatmul, AddsOncePerCall) {
   AGOQ_NEEDS_GPU();

@@ -33,6 +33,24 @@ inline const std::optional<std::string>& unavailable() {
 #define AGOQ_NEEDS_GPU() \
   if (::agoq::testing_cuda::unavailable()) GTEST_SKIP() << *::agoq::testing_cuda::unavailable()
 
+/// Fills a tensor of the GPU with normal numbers, drawn there: of large ones the host takes seconds.
+inline void fill_normal(const Context& cuda, const Tensor& tensor, std::uint32_t drawn,
+                        double deviation = 1.0) {
+  constexpr std::int64_t kPiece = std::int64_t{1} << 22;
+  const Arena::Scope scope(cuda.workspace);
+  const std::int64_t count = tensor.count();
+  const Tensor piece = cuda.workspace.take(ElementType::kFp32, Shape{std::min(kPiece, count)});
+  RandomKey key = RandomKey{.seed = 7}.with(RandomPurpose::kTest, drawn);
+  for (std::int64_t begin = 0; begin < count; begin += kPiece, ++key.step) {
+    const Shape part{std::min(kPiece, count - begin)};
+    const Tensor from{piece.data, piece.type, part};
+    cuda.backend.fill_normal(cuda, key, deviation, from);
+    cuda.backend.copy(
+        cuda, from,
+        {tensor.data + static_cast<std::size_t>(begin) * size_of(tensor.type), tensor.type, part});
+  }
+}
+
 /// The same tensor on both backends.
 struct Twin {
   Tensor cpu, cuda;
@@ -69,6 +87,13 @@ class Pair {
   /// Normal numbers that BF16 holds exactly; fresh ones at each call.
   Twin random(ElementType type, Shape shape, double deviation = 1.0) {
     return of(type, shape, normal(shape.count(), ++drawn_, deviation));
+  }
+  /// Normal numbers drawn on the GPU, for large tensors; in FP32 BF16 does not hold them.
+  Twin drawn(ElementType type, Shape shape, double deviation = 1.0) {
+    const Twin twin{cpu_memory_.take(type, shape), cuda_memory_.take(type, shape)};
+    fill_normal(cuda, twin.cuda, ++drawn_, deviation);
+    cuda_backend().read(cuda, twin.cuda.data, twin.cpu.data, twin.cpu.bytes());
+    return twin;
   }
   Twin integers(const std::vector<std::int32_t>& values) {
     const Shape shape{static_cast<std::int64_t>(values.size())};
