@@ -1,5 +1,6 @@
 // matmul and accumulate_weight_gradient on the GPU against the CPU.
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -99,6 +100,67 @@ TEST(CudaMatmul, AgreesWithTheCpuAtTheWidthsOfModels) {
       expect_same("dw", dy, yes, x, no, Shape{layer.out, layer.in}, layer.rows);
     }
   }
+}
+
+// 81,920 tokens of gate and up, 2 x 14,336 wide: more than 2^31 elements, as a result and as either
+// operand. Rows where bytes and elements pass 2^31, the first and the last are the CPU's.
+TEST(CudaMatmul, CountsBeyondTwoToTheThirtyOne) {
+  AGOQ_NEEDS_GPU();
+  constexpr std::int64_t kTokens = 81920, kWide = 28672, kNarrow = 64;
+  static_assert(kTokens * kWide > (std::int64_t{1} << 31));
+  constexpr std::int64_t kRows[] = {0, 37449, 74898, 74899, kTokens - 1};
+  constexpr auto kSampled = static_cast<std::int64_t>(std::size(kRows));
+  std::optional<Arena> memory;
+  try {
+    memory.emplace("a huge tensor", cuda_backend().allocator(),
+                   static_cast<std::size_t>(kTokens * kWide) * sizeof(Bf16));
+  } catch (const Error& error) {
+    GTEST_SKIP() << error.what();
+  }
+  Pair pair;
+  const Transpose no = Transpose::kNo, yes = Transpose::kYes;
+  const Twin x = pair.drawn(kBf16, Shape{kTokens, kNarrow}),
+             w = pair.drawn(kBf16, Shape{kWide, kNarrow});
+  const Tensor y = memory->take(kBf16, Shape{kTokens, kWide});
+  cuda_backend().matmul(pair.cuda, x.cuda, no, w.cuda, yes, y, false);
+
+  const Twin y_rows = pair.empty(kBf16, Shape{kSampled, kWide});
+  const Twin x_rows = pair.empty(kBf16, Shape{kSampled, kNarrow});
+  for (std::int64_t i = 0; i < kSampled; ++i) {
+    const std::int64_t row = kRows[i];
+    const Tensor from = x.cpu.slice_rows(row, row + 1), got = y.slice_rows(row, row + 1);
+    std::memcpy(x_rows.cpu.slice_rows(i, i + 1).data, from.data, from.bytes());
+    cuda_backend().copy(pair.cuda, got, y_rows.cuda.slice_rows(i, i + 1));
+  }
+  cpu_backend().matmul(pair.cpu, x_rows.cpu, no, w.cpu, yes, y_rows.cpu, false);
+  for (std::int64_t i = 0; i < kSampled; ++i) {
+    EXPECT_LE(pair.error({y_rows.cpu.slice_rows(i, i + 1), y_rows.cuda.slice_rows(i, i + 1)}), 1e-3)
+        << "y, row " << kRows[i];
+  }
+
+  // What the GPU made of y is the operand on both sides from here on.
+  cuda_backend().read(pair.cuda, y_rows.cuda.data, y_rows.cpu.data, y_rows.cpu.bytes());
+  const Twin dx = pair.empty(kFp32, x.cpu.shape), dx_rows = pair.empty(kFp32, x_rows.cpu.shape);
+  cuda_backend().matmul(pair.cuda, y, no, w.cuda, no, dx.cuda, false);
+  cpu_backend().matmul(pair.cpu, y_rows.cpu, no, w.cpu, no, dx_rows.cpu, false);
+  for (std::int64_t i = 0; i < kSampled; ++i) {
+    // 28,672 terms: what the tensor cores cut off is 2e-5 of a sum (emulated).
+    EXPECT_LE(pair.error({dx_rows.cpu.slice_rows(i, i + 1), dx.cuda.slice_rows(kRows[i], kRows[i] + 1)}),
+              1e-4)
+        << "dx, row " << kRows[i];
+  }
+
+  // Of x only these rows are left, so that their y alone makes dw.
+  cuda_backend().zero(pair.cuda, x.cuda.data, x.cuda.bytes());
+  for (std::int64_t i = 0; i < kSampled; ++i) {
+    const Tensor row = x_rows.cpu.slice_rows(i, i + 1);
+    cuda_backend().upload(pair.cuda, row.data, x.cuda.slice_rows(kRows[i], kRows[i] + 1).data,
+                          row.bytes());
+  }
+  const Twin dw = pair.empty(kFp32, w.cpu.shape);
+  cuda_backend().matmul(pair.cuda, y, yes, x.cuda, no, dw.cuda, false);
+  cpu_backend().matmul(pair.cpu, y_rows.cpu, yes, x_rows.cpu, no, dw.cpu, false);
+  EXPECT_LE(pair.error(dw), 1e-5) << "dw";
 }
 
 // Each call of an accumulating product adds once, the timed first one too.

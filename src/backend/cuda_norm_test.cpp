@@ -5,6 +5,8 @@
 // L2, and at most kUlpShare of the elements more than one unit in the last place apart. From packed
 // input the CPU rounds the decoded x to BF16 once more, which moves y by another half unit: then 6e-3,
 // and shares are compared with an FP32 composition instead.
+#include <iterator>
+
 #include "backend/cuda_testing.h"
 
 namespace agoq {
@@ -308,6 +310,89 @@ TEST(CudaNorm, FromPackedInputRoundsOnce) {
   cuda_backend().norm_forward_saved(pair.cuda, NormKind::kRmsNorm, x.cuda, weight16.cuda, kEpsilon,
                                     y16.cuda);
   expect_close(pair, y16, "y");
+}
+
+/// The bytes of all planes, one after the other.
+std::vector<std::byte> planes_of(const Context& context, const QuantTensor& tensor) {
+  const RowBytes row = row_bytes(tensor.format, tensor.grid);
+  std::vector<std::byte> all;
+  for (const auto& [plane, row_bytes] : {std::pair{tensor.codes, row.codes},
+                                         {tensor.bits, row.bits},
+                                         {tensor.scales, row.scales},
+                                         {tensor.super, row.super}}) {
+    if (row_bytes == 0) continue;
+    const std::size_t begin = all.size();
+    all.resize(begin + static_cast<std::size_t>(row_bytes * tensor.rows()));
+    context.backend.read(context, plane, all.data() + begin, all.size() - begin);
+  }
+  return all;
+}
+
+// 524,304 rows of 4,096 are more than 2^31 elements. All are zero but the same eight in four places: the
+// first, where bytes and where elements pass 2^31, and the last. These are the CPU's.
+TEST(CudaNorm, CountsBeyondTwoToTheThirtyOne) {
+  AGOQ_NEEDS_GPU();
+  constexpr std::int64_t kRows = 524304, kWidth = 4096, kFew = 8;
+  static_assert(kRows * kWidth > (std::int64_t{1} << 31));
+  constexpr std::int64_t kPlaces[] = {0, 262140, 524284, kRows - kFew};
+  const Shape shape{kRows, kWidth}, small{kFew, kWidth};
+  const BlockGrid grid{kRows, kWidth, 1};
+  const QuantFormat format = parse_format("agoq");
+  std::optional<Arena> memory;
+  try {
+    memory.emplace(
+        "large tensors", cuda_backend().allocator(),
+        3 * static_cast<std::size_t>(kRows * kWidth) * sizeof(Bf16) + storage_bytes(format, grid));
+  } catch (const Error& error) {
+    GTEST_SKIP() << error.what();
+  }
+  Pair pair;
+  const Tensor x = memory->take(kBf16, shape), delta = memory->take(kBf16, shape),
+               y = memory->take(kBf16, shape);
+  const QuantTensor saved = take(*memory, format, grid);
+  const Twin few_x = pair.random(kBf16, small, 3.0), few_delta = pair.random(kBf16, small, .37),
+             weight = pair.random(kBf16, Shape{kWidth}), few_y = pair.empty(kBf16, small);
+  const QuantTwin few_saved = pair.quant(format, BlockGrid{kFew, kWidth, 1});
+  const auto at = [](const Tensor& tensor, std::int64_t row) {
+    return tensor.slice_rows(row, row + kFew);
+  };
+  cuda_backend().zero(pair.cuda, x.data, x.bytes());
+  cuda_backend().zero(pair.cuda, delta.data, delta.bytes());
+  for (const std::int64_t row : kPlaces) {
+    cuda_backend().copy(pair.cuda, few_x.cuda, at(x, row));
+    cuda_backend().copy(pair.cuda, few_delta.cuda, at(delta, row));
+  }
+  cpu_backend().residual_norm_forward(pair.cpu, NormKind::kRmsNorm, few_x.cpu, few_delta.cpu, weight.cpu,
+                                      kEpsilon, few_y.cpu, {}, few_saved.cpu, {}, {});
+  cuda_backend().residual_norm_forward(pair.cuda, NormKind::kRmsNorm, x, delta, weight.cuda, kEpsilon, y,
+                                       {}, saved, {}, {});
+  const std::vector<std::byte> saved_bytes = planes_of(pair.cpu, few_saved.cpu);
+  const Values y_values = pair.values(at(y, 0));
+  for (const std::int64_t row : kPlaces) {
+    SCOPED_TRACE(row);
+    EXPECT_EQ(pair.values(at(x, row)), testing_operations::Bench::get(few_x.cpu));
+    EXPECT_EQ(planes_of(pair.cuda, saved.slice_rows(row, row + kFew)), saved_bytes);
+    expect_close(pair, {few_y.cpu, at(y, row)}, "y");
+    EXPECT_EQ(pair.values(at(y, row)), y_values);
+  }
+  const Values zeros(static_cast<std::size_t>(kFew * kWidth));
+  EXPECT_EQ(pair.values(at(y, kRows / 3)), zeros);
+
+  // Backward with this y for its own gradient, into what is left in delta.
+  testing_operations::Bench::set(few_y.cpu, y_values);
+  const Twin dweight = pair.of(kFp32, Shape{kWidth}, Values(kWidth));
+  cpu_backend().norm_backward_saved(pair.cpu, NormKind::kRmsNorm, few_y.cpu, few_saved.cpu, weight.cpu,
+                                    kEpsilon, {}, few_delta.cpu, dweight.cpu);
+  cuda_backend().norm_backward_saved(pair.cuda, NormKind::kRmsNorm, y, saved, weight.cuda, kEpsilon, {},
+                                     delta, dweight.cuda);
+  // The CPU rounds the decoded x to BF16, see FromPackedInputEqualsTheCpu.
+  for (const std::int64_t row : kPlaces) {
+    EXPECT_LE(pair.error({few_delta.cpu, at(delta, row)}), 6e-3) << "dx, row " << row;
+  }
+  EXPECT_EQ(pair.values(at(delta, kRows / 3)), zeros);
+  Values of_all = testing_operations::Bench::get(dweight.cpu);
+  for (double& value : of_all) value *= static_cast<double>(std::size(kPlaces));
+  EXPECT_LE(relative_error(pair.values(dweight.cuda), of_all), 6e-3);
 }
 
 TEST(CudaNorm, TakesTheSameWorkspaceWhenMeasuring) {
