@@ -255,6 +255,54 @@ INSTANTIATE_TEST_SUITE_P(Cuda, LongAttention,
                            return test.param.lengths.size() == 1 ? "OneDocument" : "Packed";
                          });
 
+// Shapes that cuDNN refuses, as they come up: plain kernels compute them, and a line says so, once a
+// shape. Each run of the test takes another one, for --gtest_repeat.
+class CudnnRefuses : public testing::Test {
+ protected:
+  static int next() {
+    static int runs = 0;
+    return runs++;
+  }
+};
+
+// Backward attention of one token has no graph.
+TEST_F(CudnnRefuses, DocumentsOfOneToken) {
+  AGOQ_NEEDS_GPU();
+  Pair pair;
+  const Attention attention{{4, 2, 64}, Lengths(static_cast<std::size_t>(5 + next()), 1)};
+  const BothRuns run(pair, attention, kBf16);
+  if (!has_cudnn(run)) GTEST_SKIP() << "cuDNN is not there";
+  const Results plain = results_of_plain_kernels(pair, run);
+  const std::string said = run_again(pair, run);
+  EXPECT_NE(said.find("cuDNN does not serve attention backward"), std::string::npos) << said;
+  const Results served = results(pair, run);
+  EXPECT_LE(relative_error(served.out, plain.out), 1e-2);
+  EXPECT_LE(relative_error(served.log_sum_exp, plain.log_sum_exp), 1e-4);
+  // One token attends to itself only: all of the gradient is that of its value.
+  EXPECT_LE(relative_error(served.gradient, plain.gradient), 1e-2);
+}
+
+// The offsets of 140,000 documents take 9 MiB, of 4 MiB that a plan has for them.
+TEST_F(CudnnRefuses, MoreDocumentsThanWorkspaceIsPlannedFor) {
+  AGOQ_NEEDS_GPU();
+  Pair pair(std::size_t{512} << 20);
+  Attention attention{{1, 1, 64}, Lengths(140000, 1)};
+  for (std::size_t d = 0; d < attention.lengths.size(); d += 2) attention.lengths[d] = 2;
+  attention.lengths.back() += next();
+  const BothRuns run(pair, attention, kBf16, /*drawn=*/true);
+  if (!has_cudnn(run)) GTEST_SKIP() << "cuDNN is not there";
+  const Results plain = results_of_plain_kernels(pair, run);
+  const std::string said = run_again(pair, run);
+  EXPECT_NE(said.find("cuDNN does not serve attention forward"), std::string::npos) << said;
+  EXPECT_NE(said.find("cuDNN does not serve attention backward"), std::string::npos) << said;
+  // The same kernels, so the same bits.
+  const Results served = results(pair, run);
+  EXPECT_EQ(served.out, plain.out);
+  EXPECT_EQ(served.log_sum_exp, plain.log_sum_exp);
+  EXPECT_EQ(served.gradient, plain.gradient);
+  EXPECT_EQ(pair.cuda.workspace.used(), 0u);
+}
+
 // Groups of kv heads one after the other, in the workspace of one: forward the same bits, backward the
 // same but for the order in which cuDNN adds.
 TEST(CudaAttention, GroupsGiveWhatOneCallGives) {
