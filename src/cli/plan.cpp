@@ -17,6 +17,7 @@ namespace {
 struct PlanArguments {
   std::string config;
   std::vector<std::string> settings;
+  std::optional<std::string> memory;
   bool json = false;
 };
 
@@ -117,16 +118,32 @@ bool all_exist(const std::vector<std::string>& paths) {
   });
 }
 
+/// What --memory gives.
+std::optional<std::size_t> memory_of(const PlanArguments& arguments, const RunConfig& config) {
+  if (!arguments.memory) return std::nullopt;
+  const std::optional<std::int64_t> bytes = parse_bytes(*arguments.memory);
+  check_input(bytes && *bytes > 0,
+              "--memory is a number of bytes, as 85899345920 or 80GiB; '{}' was given",
+              *arguments.memory);
+  check_input(
+      config.run.device == BackendKind::kCuda,
+      "--memory is that of a GPU, and the run is planned for the CPU: add --set run.device=cuda");
+  return static_cast<std::size_t>(*bytes);
+}
+
 void plan_command(const PlanArguments& arguments, int launched) {
   RunConfig config = load_run_config(arguments.config, arguments.settings);
   // 0 stands for as many as are launched with it, be it by `mpirun -np 4 agoq plan`.
   if (config.parallel.ranks == 0) config.parallel.ranks = launched;
+  const std::optional<std::size_t> memory = memory_of(arguments, config);
   const bool found = all_exist(config.data.paths);
   const std::size_t data_bytes = found ? Dataset::load(config.data).bytes() : 0;
-  const RunPlan plan =
-      plan_run(config, backend_of(config.run.device), data_bytes, /*data_loaded=*/false);
+  Backend& backend = backend_of(config.run.device);
+  const RunPlan plan = plan_run(config, backend, data_bytes, /*data_loaded=*/false, memory);
+  std::optional<std::int64_t> fewest_layers;
+  if (!plan.fits()) fewest_layers = fewest_recomputed_layers(plan, config, backend);
   if (arguments.json) {
-    fmt::print("{}\n", to_json(plan, config));
+    fmt::print("{}\n", to_json(plan, config, fewest_layers));
     return;
   }
   fmt::print(
@@ -136,6 +153,13 @@ void plan_command(const PlanArguments& arguments, int launched) {
       config.run.micro_batch, config.run.sequence, config.run.micro_batches, ranks_text(config));
   print_slots(plan);
   print_classes(plan, config.parallel.ranks);
+  if (!plan.fits()) {
+    std::string text = misfit_text(plan, fewest_layers);
+    text[0] = 'T';
+    fmt::print("\n{}.\n", text);
+  } else if (plan.room()) {
+    fmt::print("\nThe run fits: {}.\n", fit_text(plan));
+  }
   if (plan.attention_groups > 1) {
     fmt::print(
         "\nBackward attention runs in {} groups of key/value heads: all at once would not fit the {} "
@@ -156,6 +180,8 @@ Action declare_plan(Arguments& arguments) {
   const auto given = std::make_shared<PlanArguments>();
   arguments.positional("CONFIG", given->config, "The run's configuration (TOML)");
   arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting");
+  arguments.option("--memory", "BYTES", given->memory,
+                   "Plan for a GPU with so much memory (80GiB), whatever is at hand");
   arguments.flag("--json", given->json, "Print JSON");
   return [given](ProcessRanks& ranks) { plan_command(*given, ranks.size()); };
 }

@@ -603,6 +603,34 @@ TEST_F(TinyRuns, TellsWhyTheCudaBackendCannotBeOpened) {
   expect_line("libm.so.6", {"libm.so.6 is not agoq's CUDA backend", "AGOQ_CUDA_MODULE"});
 }
 
+// For a GPU that is not at hand, with the memory that is given: needs the CUDA backend, and no GPU.
+TEST_F(TinyRuns, PlansForAGpuOfSoMuchMemory) {
+  const std::string plan = "plan " + path("run.toml") + " ";
+  expect_bad_input(plan + "--set run.device=cuda --memory 80GB",
+                   "--memory is a number of bytes, as 85899345920 or 80GiB; '80GB' was given");
+  expect_bad_input(plan + "--set run.device=cuda --memory 0", "'0' was given");
+  const std::string cuda = plan + "--set run.device=cuda ";
+  if (const Outcome outcome = run(cuda); outcome.status != 0) GTEST_SKIP() << outcome.error;
+  const Outcome fits = run(cuda + "--memory 80GiB");
+  EXPECT_EQ(fits.status, 0) << fits.error;
+  EXPECT_NE(fits.out.find("\nCUDA context, beside it "), std::string::npos) << fits.out;
+  EXPECT_NE(fits.out.find(" of a GPU of 80.0 GiB, where 79.5 GiB of 80.0 GiB are free.\n"),
+            std::string::npos)
+      << fits.out;
+  const Outcome lacks = run(cuda + "--memory 530MiB");
+  EXPECT_EQ(lacks.status, 0) << lacks.error;
+  EXPECT_NE(lacks.out.find("\nThe run would take "), std::string::npos) << lacks.out;
+  EXPECT_NE(lacks.out.find(fmt::format(" bytes of a GPU of 530 MiB, where {} of {} are free: lower "
+                                       "train.micro_batch",
+                                       3 << 20, 530 << 20)),
+            std::string::npos)
+      << lacks.out;
+  const auto json = nlohmann::json::parse(run(cuda + "--memory 555745280 --json").out, nullptr, false);
+  EXPECT_EQ(json.at("device").at("free_bytes"), 3 << 20);
+  EXPECT_EQ(json.at("fits"), false);
+  EXPECT_TRUE(json.at("fewest_recomputed_layers").is_null());
+}
+
 /// Metrics without the timings.
 std::string losses(const std::string& metrics) {
   return std::regex_replace(metrics, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"),

@@ -4,12 +4,17 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 
 namespace agoq {
+namespace {
+
+constexpr std::array<const char*, 6> kUnits{"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+
+}  // namespace
 
 std::string format_bytes(std::int64_t bytes) {
-  constexpr std::array<const char*, 6> kUnits{"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (std::abs(bytes) < 1024) return fmt::format("{} B", bytes);
   double value = static_cast<double>(bytes) / 1024.0;
   std::size_t unit = 0;
@@ -21,6 +26,28 @@ std::string format_bytes(std::int64_t bytes) {
   // The limits are those of the rounded text: 9.996 is printed as 10.0.
   const int decimals = std::abs(value) < 9.995 ? 2 : std::abs(value) < 99.95 ? 1 : 0;
   return fmt::format("{:.{}f} {}", value, decimals, kUnits[unit]);
+}
+
+std::optional<std::int64_t> parse_bytes(std::string_view text) {
+  const char* const end = text.data() + text.size();
+  std::int64_t whole = 0;
+  if (const auto [rest, error] = std::from_chars(text.data(), end, whole);
+      rest == end && error == std::errc() && whole >= 0) {
+    return whole;
+  }
+  double value = 0;
+  const auto [rest, error] = std::from_chars(text.data(), end, value, std::chars_format::fixed);
+  // Not a number or a sign; a fraction has a unit.
+  if (error != std::errc() || !(value >= 0)) return std::nullopt;
+  std::string_view unit(rest, static_cast<std::size_t>(end - rest));
+  if (unit.starts_with(' ')) unit.remove_prefix(1);
+  for (std::size_t u = 0; u < kUnits.size(); ++u) {
+    if (unit != kUnits[u]) continue;
+    const double bytes = std::ldexp(value, static_cast<int>(10 * (u + 1)));
+    if (bytes >= 0x1p63) return std::nullopt;
+    return std::llround(bytes);
+  }
+  return std::nullopt;
 }
 
 std::string format_duration(double seconds) {

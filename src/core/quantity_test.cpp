@@ -19,6 +19,19 @@ TEST(FormatBytes, KeepsThreeSignificantDigitsAcrossUnitBorders) {
   EXPECT_EQ(format_bytes(-2048), "-2.00 KiB");
 }
 
+TEST(ParseBytes, ReadsPlainNumbersAndBinaryUnits) {
+  EXPECT_EQ(parse_bytes("0"), 0);
+  EXPECT_EQ(parse_bytes("85899345920"), std::int64_t{80} << 30);
+  EXPECT_EQ(parse_bytes("80GiB"), std::int64_t{80} << 30);
+  EXPECT_EQ(parse_bytes("1.5 KiB"), 1536);
+  EXPECT_EQ(parse_bytes("141 GiB"), std::int64_t{141} << 30);
+  EXPECT_EQ(parse_bytes("9223372036854775807"), std::numeric_limits<std::int64_t>::max());
+  for (const char* text : {"", "GiB", "80 GB", "80GiBs", "80  GiB", "-80GiB", "-1", "1.5", "1e3", "nan",
+                           "inf GiB", "8EiB", "9223372036854775808", "80GiB ", "0x10"}) {
+    EXPECT_EQ(parse_bytes(text), std::nullopt) << text;
+  }
+}
+
 TEST(FormatDuration, NamesTheTwoLargestUnits) {
   EXPECT_EQ(format_duration(0.421), "0.42 s");
   EXPECT_EQ(format_duration(9.999), "10.0 s");

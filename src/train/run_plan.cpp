@@ -7,6 +7,7 @@
 #include "checkpoint/hugging_face.h"
 #include "checkpoint/json_text.h"
 #include "comm/transports.h"
+#include "core/quantity.h"
 #include "train/memory_probe.h"
 #include "train/trainer.h"
 
@@ -48,10 +49,6 @@ void multiply_once(Backend& backend, ElementType dtype) {
   multiply(memory);
 }
 
-bool fits_device(const RunPlan& plan) {
-  return !plan.device || plan.device->total == 0 || plan.predicted_peak() <= plan.device->free;
-}
-
 bool same_layer(const LayerPlan& a, const LayerPlan& b) {
   if (a.recompute_layer != b.recompute_layer || a.slots.size() != b.slots.size()) return false;
   for (std::size_t s = 0; s < a.slots.size(); ++s) {
@@ -79,20 +76,34 @@ std::size_t RunPlan::predicted_peak() const {
   return arena_bytes() + rounding_bytes() + (device ? device->overhead : data + checkpoint + program);
 }
 
-std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
-                                                     std::size_t bytes) {
-  const auto fits = [&](std::int64_t layers) {
-    RunConfig changed = config;
-    changed.activations.recompute_layers = layers;
-    return plan_run(changed, backend, 0, false).predicted_peak() <= bytes;
-  };
-  std::int64_t too_few = -1, enough = config.model.layers;
-  if (!fits(enough)) return std::nullopt;
-  while (enough - too_few > 1) {
-    const std::int64_t middle = (too_few + enough) / 2;
-    (fits(middle) ? enough : too_few) = middle;
-  }
-  return enough;
+std::optional<MemoryRoom> RunPlan::room() const {
+  if (!device || device->total == 0) return std::nullopt;
+  return MemoryRoom{device->name, device->total, device->free};
+}
+
+std::size_t RunPlan::bytes_to_take() const { return predicted_peak(); }
+
+bool RunPlan::fits() const {
+  const std::optional<MemoryRoom> known = room();
+  return !known || bytes_to_take() <= known->free;
+}
+
+std::string fit_text(const RunPlan& plan) {
+  const MemoryRoom room = plan.room().value();
+  const auto text = [](std::size_t bytes) { return format_bytes(static_cast<std::int64_t>(bytes)); };
+  return fmt::format("it takes {} of {}, where {} of {} are free", text(plan.bytes_to_take()), room.name,
+                     text(room.free), text(room.total));
+}
+
+std::string misfit_text(const RunPlan& plan, std::optional<std::int64_t> fewest_layers) {
+  const MemoryRoom room = plan.room().value();
+  return fmt::format(
+      "the run would take {} bytes of {}, where {} of {} are free: {}", plan.bytes_to_take(), room.name,
+      room.free, room.total,
+      fewest_layers ? fmt::format("set activations.recompute_layers = {} or a smaller train.micro_batch "
+                                  "or train.sequence",
+                                  *fewest_layers)
+                    : "lower train.micro_batch, train.sequence or model.layers");
 }
 
 void expect_ready(const RunConfig& config, Backend& backend) {
@@ -101,35 +112,16 @@ void expect_ready(const RunConfig& config, Backend& backend) {
 }
 
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend) {
-  if (fits_device(plan)) return;
-  const std::optional<std::int64_t> layers =
-      fewest_recomputed_layers(config, backend, plan.device->free);
-  fail_input("the run would take {} bytes of {}, where {} of {} are free: {}", plan.predicted_peak(),
-             plan.device->name, plan.device->free, plan.device->total,
-             layers
-                 ? fmt::format("set activations.recompute_layers = {} or a smaller train.micro_batch or "
-                               "train.sequence",
-                               *layers)
-                 : "lower train.micro_batch, train.sequence or model.layers");
+  if (plan.fits()) return;
+  fail_input("{}", misfit_text(plan, fewest_recomputed_layers(plan, config, backend)));
 }
 
 namespace {
 
-/// plan_run with the backend as it is set.
-RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_bytes,
-                    bool data_loaded) {
-  RunPlan plan;
-  plan.parameters = parameter_count(config.model);
-  plan.tokens = config.run.sequence * config.run.micro_batch;
+/// What depends on the layers and the backend's groups of attention.
+void measure(RunPlan& plan, const RunConfig& config, Backend& backend) {
   plan.slots = transformer_saves(config.model);
   plan.bits = make_bit_plan(plan.slots, config.activations);
-  plan.data = data_bytes;
-  std::size_t largest = 0;
-  for (const Parameter& parameter : parameters_of(config.model)) {
-    largest = std::max(largest, static_cast<std::size_t>(parameter.count()) * sizeof(float));
-  }
-  plan.checkpoint = std::min(largest, kTransferBytes);
-
   RunArenas arenas = RunArenas::measuring();
   const std::unique_ptr<Communicator> ranks =
       config.parallel.ranks > 1 ? planned_ranks(static_cast<int>(config.parallel.ranks)) : single_rank();
@@ -143,11 +135,75 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
   trainer.first_not_finite(batch);
   plan.classes = arenas.high_water();
   plan.loss_chunk = trainer.loss_workspace();
+}
 
-  plan.device = backend.device_memory();
-  if (plan.device && config.parallel.ranks > 1) {
-    plan.device->overhead += config.parallel.peer_copies ? kPeerCopiesBytes : kNcclBytes;
+/// measure() in the fewest groups with which the plan fits its device, where it has one; else in one.
+void measure_in_groups(RunPlan& plan, const RunConfig& config, Backend& backend) {
+  RunPlan tried = plan;
+  for (int groups = 1; groups <= config.model.kv_heads; ++groups) {
+    if (config.model.kv_heads % groups != 0) continue;
+    backend.set_attention_groups(groups);
+    tried.attention_groups = groups;
+    measure(tried, config, backend);
+    if (groups == 1) plan = tried;
+    if (!plan.device) return;
+    if (tried.fits()) {
+      plan = std::move(tried);
+      return;
+    }
   }
+  backend.set_attention_groups(1);
+}
+
+/// The device that a run of this plan lies in: of `total` bytes, where that is given.
+std::optional<DeviceMemory> device_of(const RunConfig& config, Backend& backend,
+                                      std::optional<std::size_t> total) {
+  std::optional<DeviceMemory> device = backend.device_memory();
+  if (!device) return device;
+  if (total) {
+    device->name = fmt::format("a GPU of {}", format_bytes(static_cast<std::int64_t>(*total)));
+    device->total = *total;
+    device->free = *total - std::min(*total, device->context);
+  }
+  if (config.parallel.ranks > 1) {
+    device->overhead += config.parallel.peer_copies ? kPeerCopiesBytes : kNcclBytes;
+  }
+  return device;
+}
+
+}  // namespace
+
+std::optional<std::int64_t> fewest_recomputed_layers(const RunPlan& plan, const RunConfig& config,
+                                                     Backend& backend) {
+  const auto fits = [&](std::int64_t layers) {
+    RunConfig changed = config;
+    changed.activations.recompute_layers = layers;
+    RunPlan with_layers = plan;
+    measure_in_groups(with_layers, changed, backend);
+    return with_layers.fits();
+  };
+  std::int64_t too_few = -1, enough = config.model.layers;
+  if (!fits(enough)) return std::nullopt;
+  while (enough - too_few > 1) {
+    const std::int64_t middle = (too_few + enough) / 2;
+    (fits(middle) ? enough : too_few) = middle;
+  }
+  return enough;
+}
+
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded,
+                 std::optional<std::size_t> memory) {
+  RunPlan plan;
+  plan.parameters = parameter_count(config.model);
+  plan.tokens = config.run.sequence * config.run.micro_batch;
+  plan.data = data_bytes;
+  std::size_t largest = 0;
+  for (const Parameter& parameter : parameters_of(config.model)) {
+    largest = std::max(largest, static_cast<std::size_t>(parameter.count()) * sizeof(float));
+  }
+  plan.checkpoint = std::min(largest, kTransferBytes);
+  plan.device = device_of(config, backend, memory);
+  measure_in_groups(plan, config, backend);
   if (plan.device) return plan;
   multiply_once(backend, config.model.dtype);
   plan.program = kUncountedProgramBytes;
@@ -157,22 +213,6 @@ RunPlan measure_run(const RunConfig& config, Backend& backend, std::size_t data_
   }
   plan.program += mpi_bytes_to_come(static_cast<std::size_t>(config.parallel.ranks));
   return plan;
-}
-
-}  // namespace
-
-RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded) {
-  std::optional<RunPlan> of_one_group;
-  for (int groups = 1; groups <= config.model.kv_heads; ++groups) {
-    if (config.model.kv_heads % groups != 0) continue;
-    backend.set_attention_groups(groups);
-    RunPlan plan = measure_run(config, backend, data_bytes, data_loaded);
-    plan.attention_groups = groups;
-    if (fits_device(plan)) return plan;
-    if (groups == 1) of_one_group = std::move(plan);
-  }
-  backend.set_attention_groups(1);
-  return *std::move(of_one_group);
 }
 
 std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role) {
@@ -201,7 +241,8 @@ std::vector<PlannedLayers> group_layers(const RunPlan& plan) {
   return groups;
 }
 
-std::string to_json(const RunPlan& plan, const RunConfig& config) {
+std::string to_json(const RunPlan& plan, const RunConfig& config,
+                    std::optional<std::int64_t> fewest_layers) {
   using nlohmann::ordered_json;
   ordered_json json;
   json["parameters"] = plan.parameters;
@@ -225,6 +266,14 @@ std::string to_json(const RunPlan& plan, const RunConfig& config) {
     json["device"]["context_bytes"] = plan.device->context;
   }
   json["peak_bytes_predicted"] = plan.predicted_peak();
+  if (const std::optional<MemoryRoom> room = plan.room()) {
+    if (plan.device) json["device"]["free_bytes"] = room->free;
+    json["fits"] = plan.fits();
+    if (!plan.fits()) {
+      ordered_json& fewest = json["fewest_recomputed_layers"];
+      if (fewest_layers) fewest = *fewest_layers;
+    }
+  }
   for (int r = 0; r < kSlotRoles; ++r) {
     const auto role = static_cast<SlotRole>(r);
     json["saved_bytes_per_role"][std::string(name_of(role))] = saved_bytes_of_role(plan, role);

@@ -16,6 +16,13 @@
 
 namespace agoq {
 
+/// Memory that a run may lie in, in bytes.
+struct MemoryRoom {
+  std::string name;
+  std::size_t total = 0;
+  std::size_t free = 0;
+};
+
 struct RunPlan {
   std::int64_t parameters = 0;
   std::int64_t tokens = 0;  // of a micro-batch
@@ -35,7 +42,19 @@ struct RunPlan {
   std::size_t arena_bytes() const;
   /// What the device takes for the arenas beyond that: it gives out whole granules.
   std::size_t rounding_bytes() const;
+  /// The memory that the arenas lie in; nothing where it is not known.
+  std::optional<MemoryRoom> room() const;
+  /// What the run takes of what is free there.
+  std::size_t bytes_to_take() const;
+  /// True where the room is not known.
+  bool fits() const;
 };
+
+/// "it takes 28.4 GiB of NVIDIA H200, where 139 GiB of 140 GiB are free": of a plan whose room is known.
+std::string fit_text(const RunPlan& plan);
+
+/// Of a plan that does not fit: what it lacks and what to do, given fewest_recomputed_layers().
+std::string misfit_text(const RunPlan& plan, std::optional<std::int64_t> fewest_layers);
 
 /// Backend::expect_ready in the run's mode. To be called before the run is planned: where a library is
 /// missing, a plan is made as if the run could do without it, and warns.
@@ -45,10 +64,10 @@ void expect_ready(const RunConfig& config, Backend& backend);
 /// device that it is for.
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend);
 
-/// The fewest layers to recompute (activations.recompute_layers) with which the predicted peak is at
-/// most `bytes`; nothing when all of them are not enough.
-std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Backend& backend,
-                                                     std::size_t bytes);
+/// The fewest layers to recompute (activations.recompute_layers) with which the run of this plan fits
+/// its room; nothing when all of them are not enough.
+std::optional<std::int64_t> fewest_recomputed_layers(const RunPlan& plan, const RunConfig& config,
+                                                     Backend& backend);
 
 /// Takes the fewest groups of backward attention with which the run fits the free memory of its device,
 /// one where no number does or there is no device, and leaves the backend set to them for the run.
@@ -58,7 +77,11 @@ std::optional<std::int64_t> fewest_recomputed_layers(const RunConfig& config, Ba
 /// data_bytes: Dataset::bytes(), or 0 if the data are not at hand; data_loaded: whether they are in
 /// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its
 /// first product) differs from processor to processor, so it is provoked here and counted.
-RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded);
+///
+/// memory: in total, of the device that is planned for in place of this machine's. Of it, nothing but
+/// this process's context is taken.
+RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded,
+                 std::optional<std::size_t> memory = std::nullopt);
 
 /// What stands for RunPlan::program in programs that do not count their memory (memory_probe.h).
 inline constexpr std::size_t kUncountedProgramBytes = std::size_t{8} << 20;
@@ -66,8 +89,9 @@ inline constexpr std::size_t kUncountedProgramBytes = std::size_t{8} << 20;
 /// Bytes kept in all layers by slots of `role` (payload, without alignment).
 std::int64_t saved_bytes_of_role(const RunPlan& plan, SlotRole role);
 
-/// plan.json.
-std::string to_json(const RunPlan& plan, const RunConfig& config);
+/// plan.json. fewest_layers: of a plan that does not fit, as in misfit_text.
+std::string to_json(const RunPlan& plan, const RunConfig& config,
+                    std::optional<std::int64_t> fewest_layers = std::nullopt);
 
 /// Layers that are planned alike, as one row: first and last layer, and a description per slot.
 struct PlannedLayers {

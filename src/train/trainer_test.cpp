@@ -279,9 +279,11 @@ TEST(RunPlan, NamesTheSettingThatMakesARunFit) {
   };
   EXPECT_EQ(refusal(whole), "fits");
   const std::size_t between = (least + whole) / 2;
-  const std::optional<std::int64_t> layers = fewest_recomputed_layers(config, backend, between);
-  ASSERT_TRUE(layers.has_value());
   const std::string text = refusal(between);
+  const RunPlan plan = plan_run(config, backend, 0, false);
+  EXPECT_FALSE(plan.fits());
+  const std::optional<std::int64_t> layers = fewest_recomputed_layers(plan, config, backend);
+  ASSERT_TRUE(layers.has_value());
   EXPECT_NE(text.find(fmt::format("would take {} bytes of a small GPU, where {} of {} are free", whole,
                                   between, 1 << 30)),
             std::string::npos)
@@ -294,6 +296,57 @@ TEST(RunPlan, NamesTheSettingThatMakesARunFit) {
   EXPECT_NE(refusal(between), "fits");
   config.activations.recompute_layers = 0;
   EXPECT_NE(refusal(least / 2).find("lower train.micro_batch"), std::string::npos);
+}
+
+// A plan for a GPU that is not at hand: of its memory a process has all but its context, and that
+// decides what the plan says, and its groups of attention, whatever this machine has.
+TEST(RunPlan, TakesTheMemoryThatItIsGiven) {
+  struct Remote : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    std::optional<DeviceMemory> device_memory() override {
+      return DeviceMemory{.name = "another GPU", .total = total, .free = total, .context = 1000};
+    }
+    std::size_t total = 0;
+  };
+  Remote backend(cpu_backend());
+  RunConfig config = tiny_config();
+  config.model.layers = 8;
+  config.run.sequence = 200;
+  const RunPlan unknown = plan_run(config, backend, 0, false);
+  EXPECT_TRUE(unknown.fits());
+  EXPECT_FALSE(unknown.room().has_value());
+  EXPECT_FALSE(parse_json(to_json(unknown, config)).contains("fits"));
+
+  for (const std::size_t total : {std::size_t{0}, std::size_t{1} << 40}) {
+    backend.total = total;
+    const std::size_t enough = unknown.predicted_peak() + 1000;
+    const RunPlan fitting = plan_run(config, backend, 0, false, enough);
+    EXPECT_TRUE(fitting.fits());
+    auto json = parse_json(to_json(fitting, config));
+    EXPECT_EQ(json.at("fits"), true);
+    EXPECT_EQ(json.at("device").at("free_bytes"), enough - 1000);
+    EXPECT_EQ(json.at("device").at("total_bytes"), enough);
+    EXPECT_FALSE(json.contains("fewest_recomputed_layers"));
+    EXPECT_NE(fit_text(fitting).find(" of a GPU of "), std::string::npos) << fit_text(fitting);
+
+    const RunPlan lacking = plan_run(config, backend, 0, false, enough - 1);
+    EXPECT_FALSE(lacking.fits());
+    const std::optional<std::int64_t> layers = fewest_recomputed_layers(lacking, config, backend);
+    ASSERT_TRUE(layers.has_value());
+    RunConfig recomputing = config;
+    recomputing.activations.recompute_layers = *layers;
+    EXPECT_TRUE(plan_run(recomputing, backend, 0, false, enough - 1).fits());
+    recomputing.activations.recompute_layers = *layers - 1;
+    EXPECT_FALSE(plan_run(recomputing, backend, 0, false, enough - 1).fits());
+    json = parse_json(to_json(lacking, config, layers));
+    EXPECT_EQ(json.at("fits"), false);
+    EXPECT_EQ(json.at("fewest_recomputed_layers"), *layers);
+
+    const RunPlan hopeless = plan_run(config, backend, 0, false, 5);
+    EXPECT_EQ(hopeless.room()->free, 0) << "less than a context";
+    EXPECT_EQ(fewest_recomputed_layers(hopeless, config, backend), std::nullopt);
+    EXPECT_TRUE(parse_json(to_json(hopeless, config)).at("fewest_recomputed_layers").is_null());
+  }
 }
 
 /// Bytes that the backend of the next test takes for backward attention in one call.
@@ -332,9 +385,12 @@ TEST(RunPlan, CutsAttentionIntoTheFewestGroupsThatFit) {
   }
   backend.free = whole.predicted_peak() - kHungryWorkspace;
   EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1) << "no number of them is enough";
-  // A machine without the device: whatever the run may need.
+  // A machine without the device: whatever the run may need, but for a memory that is given.
   backend.total = 0;
   EXPECT_EQ(plan_run(config, backend, 0, false).attention_groups, 1);
+  const std::size_t saved = kHungryWorkspace - kHungryWorkspace / 3;
+  const std::size_t given = whole.predicted_peak() - saved + 4096;
+  EXPECT_EQ(plan_run(config, backend, 0, false, given).attention_groups, 3);
 }
 
 // In 8-bit mode a gradient in higher precision exists for one parameter at a time.
