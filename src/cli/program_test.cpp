@@ -631,6 +631,19 @@ TEST_F(TinyRuns, PlansForAGpuOfSoMuchMemory) {
   EXPECT_TRUE(json.at("fewest_recomputed_layers").is_null());
 }
 
+// What the GPU's attention does not serve is a setting that can be changed.
+TEST_F(TinyRuns, RefusesAHeadSizeThatTheGpuDoesNotServe) {
+  const std::string cuda = "plan " + path("run.toml") + " --set run.device=cuda ";
+  if (const Outcome outcome = run(cuda); outcome.status != 0) GTEST_SKIP() << outcome.error;
+  for (const int size : {12, 264}) {
+    expect_bad_input(
+        cuda + fmt::format("--set model.head_size={}", size),
+        fmt::format("on the GPU model.head_size is a multiple of 8 up to 256 and is {}: choose another, "
+                    "or run on the CPU (--set run.device=cpu)",
+                    size));
+  }
+}
+
 /// Metrics without the timings.
 std::string losses(const std::string& metrics) {
   return std::regex_replace(metrics, std::regex(R"re(,"seconds":[^,]*,"tokens_per_second":[0-9.]*)re"),

@@ -205,9 +205,11 @@ void check_shapes(std::string_view operation, const AttentionShape& shape, const
       shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.head_size > 0,
       "{}: {} heads must be a multiple of {} kv heads, of size {}", operation, shape.heads,
       shape.kv_heads, shape.head_size);
-  check(shape.head_size % 8 == 0 && shape.head_size <= 256,
-        "{}: on the GPU the head size is a multiple of 8 up to 256 and is {}: run on the CPU", operation,
-        shape.head_size);
+  check_input(
+      shape.head_size % 8 == 0 && shape.head_size <= 256,
+      "{}: on the GPU model.head_size is a multiple of 8 up to 256 and is {}: choose another, or "
+      "run on the CPU (--set run.device=cpu)",
+      operation, shape.head_size);
   expect(operation, "qkv", qkv, qkv.type, qkv.rows(), shape.qkv_width());
   expect(operation, "out", out, qkv.type, qkv.rows(), shape.output_width());
   expect(operation, "log_sum_exp", log_sum_exp, ElementType::kFp32, qkv.rows(), shape.heads);
