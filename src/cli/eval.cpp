@@ -11,6 +11,7 @@
 #include "cli/device_option.h"
 #include "cli/table.h"
 #include "train/inference.h"
+#include "train/run_directory.h"
 #include "train/validation.h"
 
 namespace agoq {
@@ -24,7 +25,7 @@ struct EvalArguments {
 };
 
 void evaluate(const EvalArguments& arguments) {
-  const RunConfig run = load_run_config(arguments.run + "/config.toml");
+  const RunConfig run = RunDirectory(arguments.run, RunStart::kResume).config();
   DataConfig source = run.data;
   if (arguments.data) source.paths = {*arguments.data};
   const Dataset data = Dataset::load(source, arguments.data ? DataUse::kEvaluation : DataUse::kTraining);

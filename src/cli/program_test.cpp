@@ -631,6 +631,18 @@ TEST_F(TinyRuns, PlansForAGpuOfSoMuchMemory) {
   EXPECT_TRUE(json.at("fewest_recomputed_layers").is_null());
 }
 
+// The same line, whichever command is to work on the run.
+TEST_F(TinyRuns, TellsWhereNoRunIs) {
+  for (const char* command : {"eval", "generate", "fidelity"}) {
+    for (const char* device : {"", " --device cpu"}) {
+      expect_bad_input(
+          fmt::format("{} {}{}", command, path("none"), device),
+          fmt::format("{0} holds no run: start one with agoq train CONFIG --set run.directory={0}",
+                      path("none")));
+    }
+  }
+}
+
 // What the GPU's attention does not serve is a setting that can be changed.
 TEST_F(TinyRuns, RefusesAHeadSizeThatTheGpuDoesNotServe) {
   const std::string cuda = "plan " + path("run.toml") + " --set run.device=cuda ";

@@ -270,6 +270,16 @@ TEST(RunConfig, QuotesLongLinesInPart) {
                "run.toml:2: not valid TOML: not a whole hexadecimal integer; the line is: steps = 0x");
 }
 
+TEST(RunConfig, SaysWhatIsMissingWhereTheTextEnds) {
+  for (const char* text : {"[data]\npaths = [\"a\",\n", "[data]\npaths = [\n\n"}) {
+    const std::string error = error_of(text);
+    EXPECT_NE(error.find("not valid TOML: "), std::string::npos) << error;
+    EXPECT_NE(error.find("; the line is empty: close what a line before it begins"), std::string::npos)
+        << error;
+    EXPECT_EQ(error.find("the line is: "), std::string::npos) << error;
+  }
+}
+
 TEST(RunConfig, RefusesTextThatNoFileCouldHold) {
   const char* expected = "must be text in UTF-8 without NUL characters";
   for (const std::string text : {"\xFF", "a\xC3", "\xC0\xAF", "\xE0\x80\xAF", "\xED\xA0\x80",

@@ -114,9 +114,12 @@ std::vector<TomlSection> parse_toml(std::string_view text, const std::string& na
   try {
     root = toml::parse(stream, name);
   } catch (const toml::exception& error) {
-    fail_input("{}:{}: not valid TOML: {}; the line is: {} (strings stand in quotes)", name,
-               error.location().line(), printable(complaint(error)),
-               printable(trimmed(error.location().line_str())));
+    const std::string line = printable(trimmed(error.location().line_str()));
+    // Looking for the end of a list, the parser comes to that of the text.
+    fail_input(
+        "{}:{}: not valid TOML: {}; {}", name, error.location().line(), printable(complaint(error)),
+        line.empty() ? "the line is empty: close what a line before it begins (a list ends with ])"
+                     : fmt::format("the line is: {} (strings stand in quotes)", line));
   } catch (const std::exception& error) {
     fail_input("{}: not valid TOML: {}", name, printable(one_line(error.what())));
   }
