@@ -15,6 +15,7 @@
 #include "cli/build_info.h"
 #include "cli/command.h"
 #include "cli/table.h"
+#include "core/host_memory.h"
 #include "core/quantity.h"
 #include "train/memory_probe.h"
 
@@ -37,10 +38,9 @@ std::int64_t machine_memory() {
   return static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 }
 
-// What can be had without swapping; less than the free memory plus caches.
+// 0 where it is not known.
 std::int64_t available_memory() {
-  const std::string kilobytes = proc_field("/proc/meminfo", "MemAvailable");
-  return kilobytes.empty() ? 0 : std::stoll(kilobytes) * 1024;
+  return static_cast<std::int64_t>(host_memory().value_or(HostMemory{}).available);
 }
 
 struct Cuda {

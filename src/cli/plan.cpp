@@ -119,15 +119,12 @@ bool all_exist(const std::vector<std::string>& paths) {
 }
 
 /// What --memory gives.
-std::optional<std::size_t> memory_of(const PlanArguments& arguments, const RunConfig& config) {
+std::optional<std::size_t> memory_of(const PlanArguments& arguments) {
   if (!arguments.memory) return std::nullopt;
   const std::optional<std::int64_t> bytes = parse_bytes(*arguments.memory);
   check_input(bytes && *bytes > 0,
               "--memory is a number of bytes, as 85899345920 or 80GiB; '{}' was given",
               *arguments.memory);
-  check_input(
-      config.run.device == BackendKind::kCuda,
-      "--memory is that of a GPU, and the run is planned for the CPU: add --set run.device=cuda");
   return static_cast<std::size_t>(*bytes);
 }
 
@@ -135,7 +132,7 @@ void plan_command(const PlanArguments& arguments, int launched) {
   RunConfig config = load_run_config(arguments.config, arguments.settings);
   // 0 stands for as many as are launched with it, be it by `mpirun -np 4 agoq plan`.
   if (config.parallel.ranks == 0) config.parallel.ranks = launched;
-  const std::optional<std::size_t> memory = memory_of(arguments, config);
+  const std::optional<std::size_t> memory = memory_of(arguments);
   const bool found = all_exist(config.data.paths);
   const std::size_t data_bytes = found ? Dataset::load(config.data).bytes() : 0;
   Backend& backend = backend_of(config.run.device);
@@ -181,7 +178,7 @@ Action declare_plan(Arguments& arguments) {
   arguments.positional("CONFIG", given->config, "The run's configuration (TOML)");
   arguments.option("--set", "KEY=VALUE", given->settings, "Override a setting");
   arguments.option("--memory", "BYTES", given->memory,
-                   "Plan for a GPU with so much memory (80GiB), whatever is at hand");
+                   "Plan for a GPU, or a machine, with so much memory (80GiB), whatever is at hand");
   arguments.flag("--json", given->json, "Print JSON");
   return [given](ProcessRanks& ranks) { plan_command(*given, ranks.size()); };
 }

@@ -380,9 +380,10 @@ TEST_F(TinyRuns, ARunThatCannotStartLeavesTheOldOneAsItWas) {
   expect_bad_input(train("--overwrite --set run.seed=1e9"), "run.seed");
   expect_bad_input(train("--overwrite --set data.paths=/nowhere"), "/nowhere");
 #ifndef AGOQ_SANITIZED  // sanitizers take the address space for themselves
-  // It can be planned, and fails when the arenas are allocated.
-  EXPECT_EQ(run(train("--overwrite --set model.hidden=10000000"), "ulimit -v 4000000; ").status, 1);
+  // It fits what the machine has free, and fails when the arenas are allocated.
+  EXPECT_EQ(run(train("--overwrite --set model.hidden=200000"), "ulimit -v 1000000; ").status, 1);
 #endif
+  expect_bad_input(train("--overwrite --set model.hidden=10000000"), "are free: lower");
   expect_bad_input(train("--resume"), "raise train.steps");
   expect_bad_input(train("--resume --set train.steps=4 --set model.feed_forward=64"), "feed_forward");
   expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "run.seed is 1 in");
@@ -629,6 +630,28 @@ TEST_F(TinyRuns, PlansForAGpuOfSoMuchMemory) {
   EXPECT_EQ(json.at("device").at("free_bytes"), 3 << 20);
   EXPECT_EQ(json.at("fits"), false);
   EXPECT_TRUE(json.at("fewest_recomputed_layers").is_null());
+}
+
+// More than any machine has: the run is refused before it takes any of it.
+TEST_F(TinyRuns, RefusesWhatTheMachineHasNoRoomFor) {
+  const std::string huge =
+      " --set model.hidden=65536 --set model.layers=40 --set model.heads=512 --set model.kv_heads=512 "
+      "--set model.head_size=128 --set model.feed_forward=262144";
+  for (const std::string& command : {train(huge), "bench step " + path("run.toml") + huge}) {
+    expect_bad_input(
+        command,
+        "are free: lower train.micro_batch, train.sequence or model.layers, or run on a GPU "
+        "(--set run.device=cuda)");
+  }
+  EXPECT_FALSE(std::filesystem::exists(path("run")));
+  const std::string plan = "plan " + path("run.toml");
+  Outcome outcome = run(plan + huge);
+  EXPECT_EQ(outcome.status, 0) << outcome.error;
+  EXPECT_NE(outcome.out.find("\nThe run would take "), std::string::npos) << outcome.out;
+  outcome = run(plan + " --memory 1.5GiB");
+  EXPECT_NE(outcome.out.find(" of a machine of 1.50 GiB, where 1.50 GiB of 1.50 GiB are free.\n"),
+            std::string::npos)
+      << outcome.out;
 }
 
 // The same line, whichever command is to work on the run.

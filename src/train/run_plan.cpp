@@ -7,6 +7,7 @@
 #include "checkpoint/hugging_face.h"
 #include "checkpoint/json_text.h"
 #include "comm/transports.h"
+#include "core/host_memory.h"
 #include "core/quantity.h"
 #include "train/memory_probe.h"
 #include "train/trainer.h"
@@ -77,11 +78,12 @@ std::size_t RunPlan::predicted_peak() const {
 }
 
 std::optional<MemoryRoom> RunPlan::room() const {
-  if (!device || device->total == 0) return std::nullopt;
+  if (!device) return host;
+  if (device->total == 0) return std::nullopt;
   return MemoryRoom{device->name, device->total, device->free};
 }
 
-std::size_t RunPlan::bytes_to_take() const { return predicted_peak(); }
+std::size_t RunPlan::bytes_to_take() const { return predicted_peak() - (device ? 0 : held); }
 
 bool RunPlan::fits() const {
   const std::optional<MemoryRoom> known = room();
@@ -98,12 +100,13 @@ std::string fit_text(const RunPlan& plan) {
 std::string misfit_text(const RunPlan& plan, std::optional<std::int64_t> fewest_layers) {
   const MemoryRoom room = plan.room().value();
   return fmt::format(
-      "the run would take {} bytes of {}, where {} of {} are free: {}", plan.bytes_to_take(), room.name,
-      room.free, room.total,
+      "the run would take {} bytes of {}, where {} of {} are free: {}{}", plan.bytes_to_take(),
+      room.name, room.free, room.total,
       fewest_layers ? fmt::format("set activations.recompute_layers = {} or a smaller train.micro_batch "
                                   "or train.sequence",
                                   *fewest_layers)
-                    : "lower train.micro_batch, train.sequence or model.layers");
+                    : "lower train.micro_batch, train.sequence or model.layers",
+      plan.device ? "" : ", or run on a GPU (--set run.device=cuda)");
 }
 
 void expect_ready(const RunConfig& config, Backend& backend) {
@@ -171,6 +174,19 @@ std::optional<DeviceMemory> device_of(const RunConfig& config, Backend& backend,
   return device;
 }
 
+/// The memory that a run of this machine's host lies in: of `total` bytes, where that is given.
+std::optional<MemoryRoom> host_of(std::optional<std::size_t> total) {
+  if (total) {
+    return MemoryRoom{fmt::format("a machine of {}", format_bytes(static_cast<std::int64_t>(*total))),
+                      *total, *total};
+  }
+  const std::optional<MemoryLimit> limit = memory_limit();
+  if (!limit) return std::nullopt;
+  return MemoryRoom{
+      limit->of_group ? "the memory of this process's control group" : "this machine's memory",
+      limit->total, limit->free};
+}
+
 }  // namespace
 
 std::optional<std::int64_t> fewest_recomputed_layers(const RunPlan& plan, const RunConfig& config,
@@ -211,6 +227,8 @@ RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_byt
     const auto in_use = static_cast<std::size_t>(memory_use().current);
     plan.program = in_use - (data_loaded ? data_bytes : 0);
   }
+  if (!memory) plan.held = plan.program + (data_loaded ? data_bytes : 0);
+  plan.host = host_of(memory);
   plan.program += mpi_bytes_to_come(static_cast<std::size_t>(config.parallel.ranks));
   return plan;
 }
@@ -267,7 +285,9 @@ std::string to_json(const RunPlan& plan, const RunConfig& config,
   }
   json["peak_bytes_predicted"] = plan.predicted_peak();
   if (const std::optional<MemoryRoom> room = plan.room()) {
-    if (plan.device) json["device"]["free_bytes"] = room->free;
+    ordered_json& of_room = json[plan.device ? "device" : "host"];
+    of_room["total_bytes"] = room->total;
+    of_room["free_bytes"] = room->free;
     json["fits"] = plan.fits();
     if (!plan.fits()) {
       ordered_json& fewest = json["fewest_recomputed_layers"];

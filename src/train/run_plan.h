@@ -34,8 +34,12 @@ struct RunPlan {
   std::size_t data = 0;        // the text, in host memory
   std::size_t checkpoint = 0;  // host memory through which a checkpoint is written
   std::size_t program = 0;     // the program and its libraries, counted when the plan was made, and MPI
+  std::size_t held = 0;  // host memory that the process had when the plan was made, of what is above
   /// The device that the arenas lie in; nothing where that is host memory.
   std::optional<DeviceMemory> device;
+  /// Host memory that the arenas lie in, with what was free when the plan was made; nothing where it is
+  /// not known, and with a device.
+  std::optional<MemoryRoom> host;
   /// Of the memory that the arenas lie in: on a device the host's share does not count.
   std::size_t predicted_peak() const;
   /// Sum over the arenas.
@@ -60,8 +64,8 @@ std::string misfit_text(const RunPlan& plan, std::optional<std::int64_t> fewest_
 /// missing, a plan is made as if the run could do without it, and warns.
 void expect_ready(const RunConfig& config, Backend& backend);
 
-/// Throws Error (kInput) naming a setting that helps when the plan does not fit the free memory of the
-/// device that it is for.
+/// Throws Error (kInput) naming what helps when the run takes more than is free of the memory that it is
+/// to lie in: a device would refuse it, and a host kill the process in some later step, without a word.
 void check_fits(const RunPlan& plan, const RunConfig& config, Backend& backend);
 
 /// The fewest layers to recompute (activations.recompute_layers) with which the run of this plan fits
@@ -78,8 +82,8 @@ std::optional<std::int64_t> fewest_recomputed_layers(const RunPlan& plan, const 
 /// memory now. What libraries allocate once and for good (oneDNN's generated code, 5 MB of it at its
 /// first product) differs from processor to processor, so it is provoked here and counted.
 ///
-/// memory: in total, of the device that is planned for in place of this machine's. Of it, nothing but
-/// this process's context is taken.
+/// memory: in total, of the device or machine that is planned for in place of this one. Of it nothing is
+/// taken but, on a device, this process's context.
 RunPlan plan_run(const RunConfig& config, Backend& backend, std::size_t data_bytes, bool data_loaded,
                  std::optional<std::size_t> memory = std::nullopt);
 

@@ -349,6 +349,66 @@ TEST(RunPlan, TakesTheMemoryThatItIsGiven) {
   }
 }
 
+// A host kills a process that takes too much, in some step: what will not fit is refused before. What
+// the process has already is not taken again.
+TEST(RunPlan, RefusesWhatTheHostHasNoRoomFor) {
+  RunConfig config = tiny_config();
+  config.model.layers = 8;
+  config.run.sequence = 200;
+  constexpr std::size_t kText = 5'000'000;
+  RunPlan loaded = plan_run(config, cpu_backend(), kText, true);
+  const RunPlan absent = plan_run(config, cpu_backend(), kText, false);
+  // This program does not count its memory, so what it holds is a constant.
+  EXPECT_EQ(loaded.bytes_to_take(), loaded.arena_bytes() + loaded.checkpoint);
+  EXPECT_EQ(absent.bytes_to_take(), absent.arena_bytes() + absent.checkpoint + kText);
+  EXPECT_EQ(loaded.predicted_peak(), absent.predicted_peak());
+
+  const auto refusal = [&](RunPlan plan, std::size_t free) -> std::string {
+    plan.host = MemoryRoom{"this machine's memory", 1 << 30, free};
+    try {
+      check_fits(plan, config, cpu_backend());
+      return "fits";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInput);
+      return error.what();
+    }
+  };
+  const std::size_t need = loaded.bytes_to_take();
+  EXPECT_EQ(refusal(loaded, need), "fits");
+  EXPECT_NE(refusal(absent, need), "fits");
+  EXPECT_EQ(refusal(absent, need + kText), "fits");
+  std::string text = refusal(loaded, need - 1);
+  EXPECT_NE(
+      text.find(fmt::format("would take {} bytes of this machine's memory, where {} of {} are free: "
+                            "set activations.recompute_layers = ",
+                            need, need - 1, 1 << 30)),
+      std::string::npos)
+      << text;
+  EXPECT_NE(text.find(", or run on a GPU (--set run.device=cuda)"), std::string::npos) << text;
+  loaded.host = MemoryRoom{"this machine's memory", 1 << 30, need - 1};
+  config.activations.recompute_layers = fewest_recomputed_layers(loaded, config, cpu_backend()).value();
+  EXPECT_EQ(refusal(plan_run(config, cpu_backend(), kText, true), need - 1), "fits");
+  --config.activations.recompute_layers;
+  EXPECT_NE(refusal(plan_run(config, cpu_backend(), kText, true), need - 1), "fits");
+  config.activations.recompute_layers = 0;
+  text = refusal(loaded, 10);
+  EXPECT_NE(text.find("lower train.micro_batch, train.sequence or model.layers, or run on a GPU"),
+            std::string::npos)
+      << text;
+  // Where the kernel does not say.
+  loaded.host.reset();
+  EXPECT_NO_THROW(check_fits(loaded, config, cpu_backend()));
+
+  // Another machine: nothing is there yet.
+  const RunPlan given = plan_run(config, cpu_backend(), kText, false, absent.predicted_peak());
+  EXPECT_EQ(given.bytes_to_take(), given.predicted_peak());
+  EXPECT_TRUE(given.fits());
+  EXPECT_FALSE(plan_run(config, cpu_backend(), kText, false, absent.predicted_peak() - 1).fits());
+  const auto json = parse_json(to_json(given, config));
+  EXPECT_EQ(json.at("host").at("free_bytes"), absent.predicted_peak());
+  EXPECT_EQ(json.at("fits"), true);
+}
+
 /// Bytes that the backend of the next test takes for backward attention in one call.
 constexpr std::size_t kHungryWorkspace = std::size_t{64} << 20;
 
