@@ -16,7 +16,7 @@
 namespace agoq {
 namespace {
 
-/// 3 GiB and more: what lies beside the arenas, 22 MiB in the plan, is less than 1 % of that, also where
+/// 3 GiB and more: what lies beside the arenas, some 20 MiB, is less than 1 % of that, also where
 /// a test before has loaded kernels already. Most of it is activations, so that checkpoints are small.
 RunConfig run_of_gibibytes() {
   RunConfig config;
