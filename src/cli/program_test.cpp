@@ -234,6 +234,12 @@ TEST(Program, BenchKernelsPrintsBytesTimeAndShareOfTheCopy) {
   expect_bad_input("bench comm --repetitions 0", "--repetitions is from 1 to 1000; 0 was given");
 }
 
+/// A model that can be planned and of which no machine holds a part: should a run of it ever start, its
+/// first arena of many terabytes fails.
+const std::string kBeyondAnyMachine =
+    "--set model.hidden=65536 --set model.layers=40 --set model.heads=512 --set model.kv_heads=512 "
+    "--set model.head_size=128 --set model.feed_forward=262144";
+
 /// A folder with text, a configuration of a run of two steps, and what runs there wrote.
 class TinyRuns : public testing::Test {
  protected:
@@ -383,7 +389,7 @@ TEST_F(TinyRuns, ARunThatCannotStartLeavesTheOldOneAsItWas) {
   // It fits what the machine has free, and fails when the arenas are allocated.
   EXPECT_EQ(run(train("--overwrite --set model.hidden=200000"), "ulimit -v 1000000; ").status, 1);
 #endif
-  expect_bad_input(train("--overwrite --set model.hidden=10000000"), "are free: lower");
+  expect_bad_input(train("--overwrite " + kBeyondAnyMachine), "are free: lower");
   expect_bad_input(train("--resume"), "raise train.steps");
   expect_bad_input(train("--resume --set train.steps=4 --set model.feed_forward=64"), "feed_forward");
   expect_bad_input(train("--resume --set train.steps=4 --set run.seed=2"), "run.seed is 1 in");
@@ -634,10 +640,8 @@ TEST_F(TinyRuns, PlansForAGpuOfSoMuchMemory) {
 
 // More than any machine has: the run is refused before it takes any of it.
 TEST_F(TinyRuns, RefusesWhatTheMachineHasNoRoomFor) {
-  const std::string huge =
-      " --set model.hidden=65536 --set model.layers=40 --set model.heads=512 --set model.kv_heads=512 "
-      "--set model.head_size=128 --set model.feed_forward=262144";
-  for (const std::string& command : {train(huge), "bench step " + path("run.toml") + huge}) {
+  for (const std::string& command :
+       {train(kBeyondAnyMachine), "bench step " + path("run.toml") + " " + kBeyondAnyMachine}) {
     expect_bad_input(
         command,
         "are free: lower train.micro_batch, train.sequence or model.layers, or run on a GPU "
@@ -645,7 +649,7 @@ TEST_F(TinyRuns, RefusesWhatTheMachineHasNoRoomFor) {
   }
   EXPECT_FALSE(std::filesystem::exists(path("run")));
   const std::string plan = "plan " + path("run.toml");
-  Outcome outcome = run(plan + huge);
+  Outcome outcome = run(plan + " " + kBeyondAnyMachine);
   EXPECT_EQ(outcome.status, 0) << outcome.error;
   EXPECT_NE(outcome.out.find("\nThe run would take "), std::string::npos) << outcome.out;
   outcome = run(plan + " --memory 1.5GiB");
