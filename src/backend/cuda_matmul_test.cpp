@@ -292,6 +292,7 @@ int level_of(std::byte code) {
 /// How far two main gradients in e4m3 under FP32 scales are apart.
 struct CodeDistance {
   double differing = 0;    // share of the elements whose codes do
+  double far = 0;          // of those with more than a level between
   int most_steps = 0;      // levels between two codes of an element
   double scale_error = 0;  // largest relative one
 };
@@ -299,14 +300,16 @@ struct CodeDistance {
 CodeDistance distance(Pair& pair, const QuantTwin& twin) {
   const std::vector<std::byte> cpu = pair.bytes(twin, false), cuda = pair.bytes(twin, true);
   const auto count = static_cast<std::size_t>(twin.cpu.grid.count());
-  std::int64_t differing = 0;
+  std::int64_t differing = 0, far = 0;
   CodeDistance found;
   for (std::size_t i = 0; i < count; ++i) {
     const int steps = std::abs(level_of(cpu[i]) - level_of(cuda[i]));
     differing += steps == 0 ? 0 : 1;
+    far += steps > 1 ? 1 : 0;
     found.most_steps = std::max(found.most_steps, steps);
   }
   found.differing = static_cast<double>(differing) / static_cast<double>(count);
+  found.far = static_cast<double>(far) / static_cast<double>(count);
   const auto first = static_cast<std::size_t>(twin.cpu.scales - twin.cpu.codes);
   const auto bytes =
       static_cast<std::size_t>(row_bytes(twin.cpu.format, twin.cpu.grid).scales * twin.cpu.grid.rows);
@@ -326,6 +329,10 @@ CodeDistance distance(Pair& pair, const QuantTwin& twin) {
 // level's bound lies between the two sums of 3e-5 of the elements (emulated; 2e-6 for 64 products), of
 // small values first. Scales follow the largest sum of their block and move all codes of the block by as
 // little.
+//
+// Stochastic rounding takes the level nearest to a number or, where the random number is small, the one
+// beyond the number. Two sums with a level between them can so leave it both ways, two levels apart:
+// 2e-7 of the elements (emulated).
 TEST(CudaWeightGradient, OfNormalOperandsIsAtMostOneCodeStepFromTheCpus) {
   AGOQ_NEEDS_GPU();
   struct Case {
@@ -350,7 +357,9 @@ TEST(CudaWeightGradient, OfNormalOperandsIsAtMostOneCodeStepFromTheCpus) {
         cuda_backend().accumulate_weight_gradient(pair.cuda, dy.cuda, x.cuda, main.cuda, pair.key(), {});
         const CodeDistance apart = distance(pair, main);
         EXPECT_LE(apart.differing, 1e-4);
-        EXPECT_LE(apart.most_steps, 1);
+        const bool nearest = parse_format(c.format).rounding == Rounding::kNearest;
+        EXPECT_LE(apart.most_steps, nearest ? 1 : 2);
+        EXPECT_LE(apart.far, 1e-5);
         EXPECT_LE(apart.scale_error, 1e-5);
         // The next micro-batch is added to the same gradient on both sides.
         cuda_backend().upload(pair.cuda, main.cpu.codes, main.cuda.codes,
