@@ -9,8 +9,8 @@ namespace {
 
 // What the free memory of an H200 falls by during a run beside the arenas, whose allocations are rounded
 // up to kPieceBytes: kernels that are loaded at their first launch, cuBLASLt's and cuDNN's own
-// memory. 14.0 MiB in thirteen runs of different shapes, 16.0 in one of 65,536 tokens (CUDA 13.0,
-// cuDNN 9.19; benchmarks/results/2026-11-30-2xh200-one-gpu.json).
+// memory. 14.0 MiB in fourteen runs of different shapes, 16.0 in two of 81,920 and 131,072 tokens
+// (CUDA 13.0, cuDNN 9.19; benchmarks/results/2026-11-30-2xh200-one-gpu.json).
 constexpr std::size_t kOverheadBytes = std::size_t{16} << 20;
 
 // What a process's context takes of the GPU: what an H200 with driver 580.159 and no other program had
