@@ -100,8 +100,7 @@ void print_classes(const RunPlan& plan, std::int64_t ranks) {
   if (plan.device && plan.device->context > 0) {
     fmt::print(
         "\nThe process takes its CUDA context once, before the run: it is in neither the predicted nor "
-        "the "
-        "measured peak.\n");
+        "the measured peak.\n");
   }
 }
 
@@ -155,7 +154,9 @@ void plan_command(const PlanArguments& arguments, int launched) {
     text[0] = 'T';
     fmt::print("\n{}.\n", text);
   } else if (plan.room()) {
-    fmt::print("\nThe run fits: {}.\n", fit_text(plan));
+    const bool is_shared = !plan.device && config.parallel.ranks > 1;
+    fmt::print("\n{} fits: {}{}.\n", is_shared ? "One rank" : "The run", fit_text(plan),
+               is_shared ? "; all ranks of a machine share these" : "");
   }
   if (plan.attention_groups > 1) {
     fmt::print(
