@@ -20,8 +20,8 @@ import tempfile
 OPERATIONS = [
     "residual_norm_forward", "norm_forward_saved", "norm_backward_saved", "swiglu_forward_save",
     "swiglu_backward_saved", "quantize", "dequantize", "accumulate", "adamw_update",
-    "adamw_update_pieces", "sums_of_squares", "add_pieces", "pieces_sums_of_squares", "rope", "embedding_forward",
-    "embedding_backward", "embedding_backward_log_uniform", "cross_entropy",
+    "adamw_update_pieces", "sums_of_squares", "add_pieces", "pieces_sums_of_squares", "rope",
+    "embedding_forward", "embedding_backward", "embedding_backward_log_uniform", "cross_entropy",
 ]
 COUNTERS = {
     "issued": "smsp__inst_executed.sum",
