@@ -68,6 +68,7 @@ class RankProcesses {
                                "OMPI_MCA_mpi_yield_when_idle"}) {
         setenv(name, "1", 1);
       }
+      setenv("HWLOC_COMPONENTS", "-gl", 1);  // or it may start seconds later (docs/ranks.md)
       [[maybe_unused]] FILE* streams[] = {freopen(folder_.path("out").c_str(), "w", stdout),
                                           freopen(folder_.path("error").c_str(), "w", stderr)};
       execl("/bin/sh", "sh", "-c", command.c_str(), static_cast<char*>(nullptr));

@@ -40,6 +40,12 @@ std::vector<std::byte> from_device(const Tensor& memory) {
   return bytes;
 }
 
+// hwloc would ask X servers for their GPUs when MPI starts, 10 s of it where a name server is slow.
+TEST(Communicator, MpiLooksForNoScreens) {
+  if (std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) GTEST_SKIP() << "not started by mpirun";
+  EXPECT_NE(std::getenv("HWLOC_COMPONENTS"), nullptr);
+}
+
 /// Messages of the given sizes between each two ranks of `group`, in both directions.
 void expect_exchanged(Communicator& group, const std::vector<std::size_t>& sizes) {
   const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});

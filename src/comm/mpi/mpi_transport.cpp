@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <thread>
@@ -228,6 +229,10 @@ class OpenMpi : public MpiTransport {
     int initialised = 0;
     MPI_Initialized(&initialised);
     if (initialised == 0) {
+      // hwloc, by which MPI looks at the machine, asks X servers for their GPUs, and for that the name
+      // "localhost": 10 s where there is no /etc/hosts, as in a bare container, and a name server is
+      // slow. No rank is placed by what a screen hangs on.
+      setenv("HWLOC_COMPONENTS", "-gl", /*overwrite=*/0);
       int provided = 0;
       expect_success(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided),
                      "MPI_Init_thread");
