@@ -345,8 +345,8 @@ struct CudnnAttention::State {
     LibraryVersion found;
     if (library != nullptr) {
       using Version = std::size_t (*)();
-      const auto version = reinterpret_cast<Version>(dlsym(library, "cudnnGetVersion"));
-      const int number = version == nullptr ? 0 : static_cast<int>(version());  // 91900: 9.19.0
+      const auto get_version = reinterpret_cast<Version>(dlsym(library, "cudnnGetVersion"));
+      const int number = get_version == nullptr ? 0 : static_cast<int>(get_version());  // 91900: 9.19.0
       found = {number / 10000, number % 10000 / 100};
     }
     problem =
