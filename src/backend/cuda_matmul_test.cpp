@@ -254,20 +254,23 @@ Twin integers_as(Pair& pair, ElementType type, Shape shape, std::uint32_t drawn)
   return pair.of(type, shape, values);
 }
 
+/// Of a weight's gradient: the main gradient, and the tokens of a micro-batch.
+struct GradientCase {
+  const char* format;
+  BlockGrid grid;
+  std::int64_t tokens;
+};
+
 TEST(CudaWeightGradient, GivesTheBytesOfTheCpu) {
   AGOQ_NEEDS_GPU();
-  struct Case {
-    const char* format;
-    BlockGrid grid;
-    std::int64_t tokens;
-  };
   // 5,000 rows of 4,096 are two slabs or more; stochastic rounding depends on the row of each element.
-  for (const Case& c :
-       {Case{"e4m3/128/fp32", {5000, 4096, 1}, 16},
-        Case{"e4m3/128/fp32/stochastic", {5000, 4096, 16}, 16}, Case{"fp32", {1025, 129, 1}, 40},
-        Case{"bf16", {300, 129, 1}, 40}, Case{"int8/64/bf16", {1000, 576, 4}, 33},
-        Case{"e4m3/128/fp32/stochastic", {1376, 576, 1}, 33},
-        Case{"dynamic8/256/fp32", {129, 2048, 16}, 7}}) {
+  for (const GradientCase& c :
+       {GradientCase{"e4m3/128/fp32", {5000, 4096, 1}, 16},
+        GradientCase{"e4m3/128/fp32/stochastic", {5000, 4096, 16}, 16},
+        GradientCase{"fp32", {1025, 129, 1}, 40}, GradientCase{"bf16", {300, 129, 1}, 40},
+        GradientCase{"int8/64/bf16", {1000, 576, 4}, 33},
+        GradientCase{"e4m3/128/fp32/stochastic", {1376, 576, 1}, 33},
+        GradientCase{"dynamic8/256/fp32", {129, 2048, 16}, 7}}) {
     SCOPED_TRACE(c.format);
     for (const ElementType type : {kBf16, kFp32}) {
       Pair pair(std::size_t{384} << 20);
@@ -335,16 +338,11 @@ CodeDistance distance(Pair& pair, const QuantTwin& twin) {
 // 2e-7 of the elements (emulated).
 TEST(CudaWeightGradient, OfNormalOperandsIsAtMostOneCodeStepFromTheCpus) {
   AGOQ_NEEDS_GPU();
-  struct Case {
-    const char* format;
-    BlockGrid grid;
-    std::int64_t tokens;
-  };
-  for (const Case& c :
-       {Case{"e4m3/128/fp32", {1376, 2048, 1}, 64}, Case{"e4m3/128/fp32", {4096, 576, 1}, 1000},
-        Case{"e4m3/128/fp32", {2048, 1792, 14}, 1025},
-        Case{"e4m3/128/fp32/stochastic", {14336, 576, 1}, 33},
-        Case{"e4m3/128/fp32/stochastic", {1792, 2048, 1}, 1025}}) {
+  for (const GradientCase& c : {GradientCase{"e4m3/128/fp32", {1376, 2048, 1}, 64},
+                                GradientCase{"e4m3/128/fp32", {4096, 576, 1}, 1000},
+                                GradientCase{"e4m3/128/fp32", {2048, 1792, 14}, 1025},
+                                GradientCase{"e4m3/128/fp32/stochastic", {14336, 576, 1}, 33},
+                                GradientCase{"e4m3/128/fp32/stochastic", {1792, 2048, 1}, 1025}}) {
     for (const ElementType type : {kBf16, kFp32}) {
       Pair pair(std::size_t{384} << 20);
       const QuantTwin main = pair.quant(parse_format(c.format), c.grid);

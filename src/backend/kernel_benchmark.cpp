@@ -364,30 +364,29 @@ class KernelBenchmark {
     return pieces;
   }
 
+  std::string pieces_text(const BlockGrid& grid) const {
+    return matrix(grid.rows, grid.row_length) +
+           fmt::format(" gradient of {} ranks, {}", kRanks, gradient_.to_string());
+  }
+
   void add_pieces() {
     const BlockGrid grid = sizes_.parameter();
-    measure("add_pieces",
-            matrix(grid.rows, grid.row_length) +
-                fmt::format(" gradient of {} ranks, {}", kRanks, gradient_.to_string()),
-            [&] {
-              const std::vector<QuantTensor> pieces = pieces_of(grid);
-              const QuantTensor sum = take(memory_, gradient_, grid);
-              return Case{bytes_of(pieces) + bytes_of(sum),
-                          [=, this] { backend_.add_pieces(context_, pieces, sum, {}, {}); }};
-            });
+    measure("add_pieces", pieces_text(grid), [&] {
+      const std::vector<QuantTensor> pieces = pieces_of(grid);
+      const QuantTensor sum = take(memory_, gradient_, grid);
+      return Case{bytes_of(pieces) + bytes_of(sum),
+                  [=, this] { backend_.add_pieces(context_, pieces, sum, {}, {}); }};
+    });
   }
 
   void pieces_sums_of_squares() {
     const BlockGrid grid = sizes_.parameter();
-    measure("pieces_sums_of_squares",
-            matrix(grid.rows, grid.row_length) +
-                fmt::format(" gradient of {} ranks, {}", kRanks, gradient_.to_string()),
-            [&] {
-              const std::vector<QuantTensor> pieces = pieces_of(grid);
-              const Tensor total = empty(ElementType::kFp64, Shape{1});
-              return Case{bytes_of(pieces) + bytes_of(total),
-                          [=, this] { backend_.pieces_sum_of_squares(context_, pieces, total); }};
-            });
+    measure("pieces_sums_of_squares", pieces_text(grid), [&] {
+      const std::vector<QuantTensor> pieces = pieces_of(grid);
+      const Tensor total = empty(ElementType::kFp64, Shape{1});
+      return Case{bytes_of(pieces) + bytes_of(total),
+                  [=, this] { backend_.pieces_sum_of_squares(context_, pieces, total); }};
+    });
   }
 
   void sums_of_squares() {
