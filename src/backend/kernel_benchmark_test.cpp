@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "backend/operation_testing.h"
+#include "backend/profiled_backend.h"
 
 namespace agoq {
 namespace {
@@ -117,6 +118,24 @@ TEST(InstructionBound, IsThatOfTheBusiestResource) {
   ASSERT_TRUE(bound);
   EXPECT_EQ(bound->by, "shared memory");
   EXPECT_NEAR(bound->seconds, 5.175e6 / (132 * 2e9), 1e-9);
+}
+
+// Not after minutes of drawing operands that nothing holds.
+TEST(KernelBenchmark, RefusesWhatHasNoRoomBeforeItDrawsOperands) {
+  struct Full : Allocator {
+    std::byte* allocate(std::size_t bytes) override { fail_input("no room for {} bytes", bytes); }
+    void release(std::byte*, std::size_t) override {}
+  };
+  struct FullBackend : ProfiledBackend {
+    using ProfiledBackend::ProfiledBackend;
+    Allocator& allocator() override { return full; }
+    void upload(const Context&, const void*, std::byte*, std::size_t) override { drawn = true; }
+    Full full;
+    bool drawn = false;
+  };
+  FullBackend backend(cpu_backend());
+  EXPECT_THROW(measure_kernels(backend, kSmall), Error);
+  EXPECT_FALSE(backend.drawn);
 }
 
 TEST(KernelBenchmark, RefusesNoTokens) {
